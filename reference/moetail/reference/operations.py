@@ -1,0 +1,422 @@
+"""The eight operations, in the contract's order, from the stages of :mod:`.stages`.
+
+Shapes, dtypes, refusals and rules of each are documented once, in :class:`moetail.spec.MoETail`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetail.reference.stages import Stages
+from moetail.reference.workspace import BeamAllReduceWorkspace
+from moetail.spec import (
+    ContractError,
+    MoEOutput,
+    UnfinalizedMoEOutput,
+    Workspace,
+    checks,
+    tokens_per_rank,
+)
+
+__all__ = ["Reference"]
+
+
+def _refuse(rule: str, argument: str, found: str, allowed: str) -> ContractError:
+    return ContractError(rule, argument, found, allowed)
+
+
+class Reference(Stages):
+    """The contract as code. It runs on any device and needs torch alone."""
+
+    BeamAllReduceWorkspace = BeamAllReduceWorkspace
+
+    # --- 1 ------------------------------------------------------------------------------------
+
+    def convert_flashinfer_moe_output(
+        self,
+        flashinfer_output: Any,
+        *,
+        do_finalize: bool,
+        num_tokens: int,
+        top_k: int,
+        finalized_output: Tensor | None = None,
+    ) -> Tensor | UnfinalizedMoEOutput:
+        """See :meth:`moetail.spec.MoETail.convert_flashinfer_moe_output`."""
+        if num_tokens < 0:
+            raise _refuse("CONVERT-2", "num_tokens", str(num_tokens), ">= 0")
+        if top_k <= 0:
+            raise _refuse("CONVERT-2", "top_k", str(top_k), ">= 1")
+        if do_finalize:
+            return self._converted_finalized(flashinfer_output, finalized_output)
+        if finalized_output is not None:
+            raise _refuse("CONVERT-2", "finalized_output", "a tensor", "None without do_finalize")
+        return self._converted_deferred(flashinfer_output, num_tokens, top_k)
+
+    def _converted_finalized(
+        self, flashinfer_output: Any, finalized_output: Tensor | None
+    ) -> Tensor:
+        result = flashinfer_output
+        if isinstance(result, list):
+            if len(result) != 1:
+                raise _refuse(
+                    "CONVERT-2",
+                    "flashinfer_output",
+                    f"a list of {len(result)}",
+                    "a tensor or a list of exactly one tensor, with do_finalize",
+                )
+            result = result[0]
+        if not isinstance(result, Tensor):
+            raise _refuse(
+                "CONVERT-2",
+                "flashinfer_output",
+                type(flashinfer_output).__name__
+                + (f" of {type(result).__name__}" if isinstance(flashinfer_output, list) else ""),
+                "a tensor or a list of exactly one tensor, with do_finalize",
+            )
+        if finalized_output is None:
+            return result
+        for what, found, allowed in (
+            ("shape", list(result.shape), list(finalized_output.shape)),
+            ("dtype", result.dtype, finalized_output.dtype),
+            ("device", result.device, finalized_output.device),
+            ("data pointer", result.data_ptr(), finalized_output.data_ptr()),
+        ):
+            if found != allowed:
+                raise _refuse(
+                    "CONVERT-4",
+                    "finalized_output",
+                    f"{what} {allowed}, which the returned tensor's {found} does not alias",
+                    "the tensor that the kernel returned",
+                )
+        return result
+
+    def _converted_deferred(
+        self, flashinfer_output: Any, num_tokens: int, top_k: int
+    ) -> UnfinalizedMoEOutput:
+        layout = "three tensors [gemm2, weights, map] without do_finalize"
+        if not isinstance(flashinfer_output, (list, tuple)):
+            found = type(flashinfer_output).__name__
+            raise _refuse("CONVERT-2", "flashinfer_output", found, layout)
+        if len(flashinfer_output) != 3:
+            found = f"{len(flashinfer_output)} items"
+            raise _refuse("CONVERT-2", "flashinfer_output", found, layout)
+        named = dict(zip(("gemm2", "weights", "map"), flashinfer_output, strict=True))
+        for name, tensor in named.items():
+            if not isinstance(tensor, Tensor):
+                raise _refuse("CONVERT-2", name, type(tensor).__name__, "a tensor")
+        rows, weights, index = named.values()
+        if rows.dim() != 2:
+            raise _refuse("CONVERT-2", "gemm2", f"rank {rows.dim()}", "rank 2, [rows, H]")
+        if index.dtype != torch.int32:
+            raise _refuse("CONVERT-2", "map", str(index.dtype), "torch.int32")
+        routes = num_tokens * top_k
+        for name in ("weights", "map"):
+            if named[name].numel() != routes:
+                raise _refuse(
+                    "CONVERT-2",
+                    name,
+                    f"{named[name].numel()} elements, {list(named[name].shape)}",
+                    f"num_tokens * top_k = {num_tokens} * {top_k} = {routes} elements",
+                )
+        for name, tensor in named.items():
+            if tensor.device != rows.device:
+                raise _refuse("CONVERT-2", name, str(tensor.device), f"{rows.device}, as gemm2")
+            if not tensor.is_contiguous():
+                found = f"strides {list(tensor.stride())} for shape {list(tensor.shape)}"
+                raise _refuse("CONVERT-2", name, found, "contiguous")
+        return UnfinalizedMoEOutput(
+            rows, weights.view(num_tokens, top_k), index.view(num_tokens, top_k)
+        )
+
+    # --- 2 ------------------------------------------------------------------------------------
+
+    def route_major_moe_output(
+        self,
+        routes: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+    ) -> UnfinalizedMoEOutput:
+        """See :meth:`moetail.spec.MoETail.route_major_moe_output`."""
+        if topk_ids.dim() != 2:
+            raise _refuse("CONVERT-2", "topk_ids", f"shape {list(topk_ids.shape)}", "[T, top_k]")
+        num_tokens, top_k = topk_ids.shape
+        if topk_weights.shape != topk_ids.shape:
+            raise _refuse(
+                "CONVERT-2",
+                "topk_weights",
+                str(list(topk_weights.shape)),
+                f"topk_ids' shape {list(topk_ids.shape)}",
+            )
+        if routes.shape[:-1] not in ((num_tokens * top_k,), (num_tokens, top_k)):
+            raise _refuse(
+                "CONVERT-2",
+                "routes",
+                str(list(routes.shape)),
+                f"[{num_tokens * top_k}, H] or [{num_tokens}, {top_k}, H]",
+            )
+        if not routes.is_contiguous():
+            found = f"strides {list(routes.stride())} for shape {list(routes.shape)}"
+            raise _refuse("PACK-1", "routes", found, "contiguous")
+        if expert_map is not None and expert_map.dim() != 1:
+            raise _refuse("CONVERT-2", "expert_map", f"rank {expert_map.dim()}", "rank 1, [E]")
+        index = torch.arange(num_tokens * top_k, dtype=torch.int32, device=routes.device)
+        index = index.view(num_tokens, top_k)
+        if expert_map is not None:
+            index = torch.where(self.local_experts(topk_ids, expert_map), index, -1)
+        rows = routes.view(num_tokens * top_k, routes.shape[-1])
+        return UnfinalizedMoEOutput(rows, topk_weights, index, route_major=True)
+
+    def local_experts(self, topk_ids: Tensor, expert_map: Tensor) -> Tensor:
+        """Which of ``[T, K]`` ids are local; indexing alone takes id -1 for the last expert."""
+        return (topk_ids >= 0) & (expert_map[topk_ids.long()] >= 0)
+
+    # --- 3 ------------------------------------------------------------------------------------
+
+    def beam_moe_finalize(
+        self,
+        expert_outputs: Tensor,
+        expert_weights: Tensor,
+        output: Tensor,
+        routed_scale: float = 1.0,
+        post_weight: Tensor | None = None,
+        post_eps: float | None = None,
+    ) -> Tensor:
+        """See :meth:`moetail.spec.MoETail.beam_moe_finalize`."""
+        checks.check_finalize(
+            expert_outputs, expert_weights, output, routed_scale, post_weight, post_eps
+        )
+        live = output.shape[0]
+        if live == 0:
+            return output
+        finalized = self.finalize_slots(expert_outputs, expert_weights, live, routed_scale)
+        return output.copy_(self.post_norm(finalized, post_weight, post_eps))
+
+    def finalize_slots(
+        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
+    ) -> Tensor:
+        """Finalize the first ``live`` of ``[capacity, K, H]`` slots (LIVE-1)."""
+        top_k = slots.shape[1]
+        rows = slots[:live].reshape(live * top_k, slots.shape[2])
+        identity = torch.arange(live * top_k, device=slots.device).view(live, top_k)
+        return self.finalize(rows, weights[:live], identity, routed_scale)
+
+    # --- 4 ------------------------------------------------------------------------------------
+
+    def beam_norm_residual_norm(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        post_weight: Tensor | None,
+        post_eps: float | None,
+        next_weight: Tensor | None,
+        next_eps: float | None,
+        scales: tuple[float, float] | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`moetail.spec.MoETail.beam_norm_residual_norm`."""
+        checks.check_boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
+        if x.shape[0] == 0:
+            return self.no_tokens(residual, next_eps)
+        return self.boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
+
+    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
+        """Empty outputs for zero tokens; normalized is None exactly when next_eps is (LIVE-2)."""
+        hidden = torch.empty_like(residual)
+        return hidden, None if next_eps is None else torch.empty_like(residual)
+
+    # --- 5 ------------------------------------------------------------------------------------
+
+    def beam_moe_finalize_norm_residual_norm(
+        self,
+        x: UnfinalizedMoEOutput,
+        residual: Tensor,
+        post_weight: Tensor | None,
+        post_eps: float | None,
+        next_weight: Tensor | None,
+        next_eps: float | None,
+        scales: tuple[float, float] | None,
+        routed_scale: float = 1.0,
+        *,
+        strategy: str | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`moetail.spec.MoETail.beam_moe_finalize_norm_residual_norm`."""
+        checks.check_fused(
+            x,
+            residual,
+            post_weight,
+            post_eps,
+            next_weight,
+            next_eps,
+            scales,
+            routed_scale,
+            strategy,
+        )
+        live = residual.shape[0]
+        checks.check_identity_values(x, live)
+        if live == 0:
+            return self.no_tokens(residual, next_eps)
+        slots = self.as_slots(x)
+        if strategy == "unfused":
+            finalized = self.beam_moe_finalize(
+                slots,
+                x.expert_weights,
+                torch.empty_like(residual),
+                routed_scale,
+                post_weight,
+                post_eps,
+            )
+            return self.boundary(finalized, residual, None, None, next_weight, next_eps, scales)
+        finalized = self.finalize_slots(slots, x.expert_weights, live, routed_scale)
+        return self.boundary(
+            finalized, residual, post_weight, post_eps, next_weight, next_eps, scales
+        )
+
+    def as_slots(self, x: UnfinalizedMoEOutput) -> Tensor:
+        """Rows under the identity map, as ``[capacity, K, H]``."""
+        rows = x.gemm2_permuted
+        top_k = x.expert_weights.shape[1]
+        return rows.view(rows.shape[0] // top_k, top_k, rows.shape[1])
+
+    # --- 6 ------------------------------------------------------------------------------------
+
+    def beam_moe_finalize_gather_norm_residual_norm(
+        self,
+        x: UnfinalizedMoEOutput,
+        residual: Tensor,
+        post_weight: Tensor | None,
+        post_eps: float | None,
+        next_weight: Tensor | None,
+        next_eps: float | None,
+        scales: tuple[float, float] | None,
+        workspace: Workspace,
+        routed_scale: float = 1.0,
+        *,
+        strategy: str | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`moetail.spec.MoETail.beam_moe_finalize_gather_norm_residual_norm`."""
+        checks.check_gather(
+            x,
+            residual,
+            post_weight,
+            post_eps,
+            next_weight,
+            next_eps,
+            scales,
+            workspace,
+            routed_scale,
+            strategy,
+        )
+        num_tokens = residual.shape[0]
+        owned = self.owned(num_tokens, workspace.world_size, workspace.rank)
+        checks.check_identity_values(x, len(owned))
+        if num_tokens == 0:
+            return self.no_tokens(residual, next_eps)
+        slots = tokens_per_rank(num_tokens, workspace.world_size)
+        finalized = self.finalize_owned(x, slots, len(owned), routed_scale)
+        strategy = strategy or self.choose_strategy(num_tokens, workspace)
+        tail = (post_weight, post_eps, next_weight, next_eps, scales)
+        if strategy == "twoshot":
+            return self.twoshot(finalized, residual, owned, tail, workspace)
+        through_hook = strategy == "unfused"
+        gathered = self.gather(workspace, finalized, num_tokens, through_hook=through_hook)
+        return self.boundary(gathered, residual, *tail)
+
+    def choose_strategy(self, num_tokens: int, workspace: Workspace) -> str:
+        """What strategy None means (OWN-4)."""
+        if num_tokens <= workspace.moe_gather_oneshot_max_tokens:
+            return "oneshot"
+        separate = workspace.moe_gather_separate_norm_min_tokens
+        return "unfused" if separate is not None and num_tokens >= separate else "twoshot"
+
+    def finalize_owned(
+        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
+    ) -> Tensor:
+        """This rank's ``[L, H]`` for the gather; what it does not own is zero, not read (OWN-2)."""
+        rows = x.gemm2_permuted
+        padded = torch.zeros((slots, rows.shape[1]), dtype=rows.dtype, device=rows.device)
+        padded[:live] = self.finalize_slots(self.as_slots(x), x.expert_weights, live, routed_scale)
+        return padded
+
+    def gather(
+        self, workspace: Workspace, rows: Tensor, num_tokens: int, *, through_hook: bool = False
+    ) -> Tensor:
+        """Every rank's ``[L, H]`` as the T tokens' ``[T, H]``."""
+        gathered = rows.new_empty((workspace.world_size * rows.shape[0], rows.shape[1]))
+        collective = torch.distributed.all_gather_into_tensor
+        if through_hook and workspace.all_gather is not None:
+            collective = workspace.all_gather
+        collective(gathered, rows, group=workspace.device_group)
+        return gathered[:num_tokens]
+
+    def twoshot(
+        self,
+        finalized: Tensor,
+        residual: Tensor,
+        owned: range,
+        tail: tuple[Any, ...],
+        workspace: Workspace,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The owner runs the boundary; both outputs are gathered."""
+        own_residual = torch.zeros_like(finalized)
+        own_residual[: len(owned)] = residual[owned.start : owned.stop]
+        hidden, normalized = self.boundary(finalized, own_residual, *tail)
+        num_tokens = residual.shape[0]
+        hidden = self.gather(workspace, hidden, num_tokens)
+        if normalized is not None:
+            normalized = self.gather(workspace, normalized, num_tokens)
+        return hidden, normalized
+
+    # --- 8 ------------------------------------------------------------------------------------
+
+    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
+        """See :meth:`moetail.spec.MoETail.finalize_moe_output`."""
+        checks.check_moe_output(x)
+        checks.check_moe_output_values(x)
+        routed, factor = x.routed, x.routed_scaling_factor
+        if isinstance(routed, Tensor):
+            scaled = self.scale(routed, factor)
+        else:
+            scaled = self.finalize(
+                routed.gemm2_permuted,
+                routed.expert_weights,
+                routed.expanded_idx_to_permuted_idx,
+                factor,
+            )
+        return scaled if x.shared_output is None else self.add_shared(scaled, x.shared_output)
+
+    def beam_finalize_allreduce_norm_residual_norm(
+        self,
+        x: MoEOutput,
+        residual: Tensor,
+        post_weight: Tensor | None,
+        post_eps: float | None,
+        next_weight: Tensor | None,
+        next_eps: float | None,
+        scales: tuple[float, float] | None,
+        workspace: Workspace,
+    ) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`moetail.spec.MoETail.beam_finalize_allreduce_norm_residual_norm`."""
+        checks.check_allreduce(
+            x, residual, post_weight, post_eps, next_weight, next_eps, scales, workspace
+        )
+        partial = self.finalize_moe_output(x)
+        if residual.shape[0] == 0:
+            return self.no_tokens(residual, next_eps)
+        reduced = self.all_reduce(partial, workspace)
+        return self.boundary(
+            reduced, residual, post_weight, post_eps, next_weight, next_eps, scales
+        )
+
+    def all_reduce(self, partial: Tensor, workspace: Workspace) -> Tensor:
+        """q = RN(FP32 sum over ranks of p).
+
+        A gather and a sum in the order of ranks: an all-reduce of BF16 would round after every
+        step, and one of FP32 may sum in another order on another rank.
+        """
+        num_tokens, hidden_size = partial.shape
+        rows = workspace.world_size * num_tokens
+        parts = self.gather(workspace, partial.contiguous(), rows)
+        return self.sum_ranks(parts.view(workspace.world_size, num_tokens, hidden_size))
