@@ -1,0 +1,62 @@
+"""Rounding in float64 and seeded generators: what the value sources are computed with."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+__all__ = ["bf16", "fp32", "generator", "integers", "signs", "stable_seed", "to_bf16", "uniform"]
+
+_MIN_EXPONENT = -125  # frexp's exponent of 2^-126, the least normal of BF16 and FP32
+
+
+def bf16(values: Tensor) -> Tensor:
+    """RN of float64 values into BF16's grid, still float64.
+
+    torch casts float64 to BF16 through FP32, which rounds twice; this rounds once.
+    """
+    mantissa, exponent = torch.frexp(values)
+    lost = (_MIN_EXPONENT - exponent).clamp(min=0)  # bits that a subnormal lacks
+    quantum = torch.ldexp(torch.ones_like(mantissa), 8 - lost)
+    rounded = torch.round(mantissa * quantum) / quantum  # torch rounds halves to even
+    return torch.where(torch.isfinite(values), torch.ldexp(rounded, exponent), values)
+
+
+def fp32(values: Tensor) -> Tensor:
+    """RN of float64 values into FP32, still float64."""
+    return values.to(torch.float32).to(torch.float64)
+
+
+def to_bf16(values: Tensor) -> Tensor:
+    """float64 values as a BF16 tensor, rounded once."""
+    return bf16(values).to(torch.float32).to(torch.bfloat16)
+
+
+def stable_seed(*parts: object) -> int:
+    """The same 63 bits for the same parts in every process and on every machine."""
+    text = "\x1f".join(str(part) for part in parts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def generator(*parts: object) -> torch.Generator:
+    """A CPU generator of its own for those parts."""
+    made = torch.Generator()
+    made.manual_seed(stable_seed(*parts))
+    return made
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """Integers of [low, high], both included, as float64."""
+    return torch.randint(low, high + 1, shape, generator=gen).to(torch.float64)
+
+
+def signs(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """-1 or +1, as float64."""
+    return integers(0, 1, shape, gen) * 2 - 1
+
+
+def uniform(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """Float64 of [0, 1)."""
+    return torch.rand(shape, generator=gen, dtype=torch.float64)

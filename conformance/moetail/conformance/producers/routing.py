@@ -1,0 +1,91 @@
+"""Which experts a token's routes go to, and which rank holds them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moetail.conformance.producers.arithmetic import generator
+from moetail.conformance.producers.case import Case
+from moetail.spec.rules import ALLREDUCE
+
+__all__ = ["REMOTE", "Routing", "expert_owners", "home_routing", "random_routing", "spread_routing"]
+
+REMOTE = -1
+
+
+@dataclass
+class Routing:
+    """Experts and owners of every route.
+
+    Attributes:
+        ids: ``[T, K]`` int64, distinct global experts of each token.
+        owners: ``[T, K]`` int64, the rank that holds the expert, REMOTE where none of the group
+            does. Of an operation that does not shard experts, all local routes are rank 0's.
+    """
+
+    ids: Tensor
+    owners: Tensor
+
+
+def _shards(case: Case) -> int:
+    """Ranks that the experts are sharded over; a gather's ranks hold whole tokens instead."""
+    return case.ranks if case.operation == ALLREDUCE else 1
+
+
+def expert_owners(case: Case) -> Tensor:
+    """``[E]`` int64: consecutive blocks of the group's experts; REMOTE beyond them."""
+    held = min(case.experts, max(1, round(case.experts * case.local)))
+    owners = torch.full((case.experts,), REMOTE, dtype=torch.int64)
+    owners[:held] = torch.arange(held) * _shards(case) // held
+    return owners
+
+
+def random_routing(case: Case) -> Routing:
+    """K distinct experts a token, uniformly."""
+    gen = generator(case.value_key, "routing")
+    scores = torch.rand((case.tokens, case.experts), generator=gen)
+    ids = scores.argsort(dim=1)[:, : case.top_k]
+    return Routing(ids, expert_owners(case)[ids])
+
+
+def home_routing(case: Case) -> Routing:
+    """All local routes of token t on rank t mod W, and at least two of them where K allows."""
+    return _planned(case, spread=False)
+
+
+def spread_routing(case: Case) -> Routing:
+    """Routes of a token dealt to the ranks in turn."""
+    return _planned(case, spread=True)
+
+
+def _planned(case: Case, *, spread: bool) -> Routing:
+    gen = generator(case.value_key, "routing")
+    by_expert = expert_owners(case)
+    shards = _shards(case)
+    token = torch.arange(case.tokens).unsqueeze(1)
+    slot = torch.arange(case.top_k).unsqueeze(0)
+    wanted = (token + slot if spread else token.expand(-1, case.top_k)) % shards
+    if case.local < 1.0:
+        away = torch.rand((case.tokens, case.top_k), generator=gen) >= case.local
+        order = torch.rand((case.tokens, case.top_k), generator=gen).argsort(1).argsort(1)
+        wanted = torch.where(away & (order >= 2), REMOTE, wanted)
+    # Experts of each owner in a random order, dealt to that owner's routes one after another.
+    ids = torch.full((case.tokens, case.top_k), -1, dtype=torch.int64)
+    spare = torch.rand((case.tokens, case.experts), generator=gen)
+    for owner in (REMOTE, *range(shards)):
+        theirs = torch.where(by_expert == owner, spare, 2.0).argsort(1)
+        count = int((by_expert == owner).sum())
+        turn = (wanted == owner).long().cumsum(1) - 1
+        fits = (wanted == owner) & (turn < count)
+        if count:
+            picked = theirs.gather(1, turn.clamp(0, case.experts - 1))
+            ids = torch.where(fits, picked, ids)
+    # An owner with too few experts: its other routes take whatever expert is still free.
+    taken = (ids.unsqueeze(2) == torch.arange(case.experts)).any(1)
+    free = torch.where(taken, 2.0, spare).argsort(1)
+    missing = ids < 0
+    ids = torch.where(missing, free.gather(1, (missing.long().cumsum(1) - 1).clamp(min=0)), ids)
+    return Routing(ids, by_expert[ids])
