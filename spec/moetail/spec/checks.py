@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,7 @@ LOCAL_STRATEGIES = ("fused", "unfused")
 GATHER_STRATEGIES = ("oneshot", "twoshot", "unfused")
 
 _DOMAIN = "DOMAIN-1"
+_UNFINALIZED = ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx")
 
 
 class _WorkspaceFields(Protocol):
@@ -61,8 +62,18 @@ def _shape(tensor: Tensor) -> str:
     return str(list(tensor.shape))
 
 
-def _tensor(name: str, value: Any, *, dtypes: Sequence[torch.dtype], rank: int) -> Tensor:
-    """A contiguous tensor of one of the dtypes and of that rank, or a refusal."""
+def _tensor(
+    name: str,
+    value: Any,
+    *,
+    dtypes: Sequence[torch.dtype],
+    rank: int,
+    layout: str = _DOMAIN,
+) -> Tensor:
+    """A contiguous tensor of one of the dtypes and of that rank, or a refusal.
+
+    ``layout`` is the rule that a wrong rank or stride breaks: PACK-1 for expert rows.
+    """
     if not isinstance(value, Tensor):
         raise ContractError(_DOMAIN, name, f"{type(value).__name__}", "a tensor")
     if value.dtype not in dtypes:
@@ -70,15 +81,20 @@ def _tensor(name: str, value: Any, *, dtypes: Sequence[torch.dtype], rank: int) 
         raise ContractError(_DOMAIN, name, str(value.dtype), allowed)
     if value.dim() != rank:
         found = f"rank {value.dim()} {_shape(value)}"
-        raise ContractError("PACK-1" if rank > 1 else _DOMAIN, name, found, f"rank {rank}")
+        raise ContractError(layout, name, found, f"rank {rank}")
     if not value.is_contiguous():
         found = f"shape {_shape(value)} with strides {list(value.stride())}"
-        raise ContractError("PACK-1" if rank > 1 else _DOMAIN, name, found, "contiguous")
+        raise ContractError(layout, name, found, "contiguous")
     return value
 
 
 def _bf16(name: str, value: Any, *, rank: int) -> Tensor:
     return _tensor(name, value, dtypes=(torch.bfloat16,), rank=rank)
+
+
+def _rows(name: str, value: Any, *, rank: int) -> Tensor:
+    """Expert rows, which a consumer indexes as they lie: densely packed at H (PACK-1)."""
+    return _tensor(name, value, dtypes=(torch.bfloat16,), rank=rank, layout="PACK-1")
 
 
 def _same_device(**tensors: Tensor | None) -> None:
@@ -180,7 +196,7 @@ def check_finalize(
     post_eps: float | None,
 ) -> None:
     """The domain of ``beam_moe_finalize``."""
-    rows = _bf16("expert_outputs", expert_outputs, rank=3)
+    rows = _rows("expert_outputs", expert_outputs, rank=3)
     weights = _tensor("expert_weights", expert_weights, dtypes=(torch.float32,), rank=2)
     destination = _bf16("output", output, rank=2)
     capacity, top_k, hidden_size = rows.shape
@@ -239,10 +255,10 @@ def check_boundary(
 
 def _identity_rows(x: Any) -> tuple[Tensor, Tensor, Tensor, int]:
     """An unfinalized output whose rows view as ``[capacity, K, H]``: (rows, weights, map, K)."""
-    for name in ("gemm2_permuted", "expert_weights", "expanded_idx_to_permuted_idx"):
+    for name in _UNFINALIZED:
         if not hasattr(x, name):
             raise ContractError(_DOMAIN, "x", type(x).__name__, "an UnfinalizedMoEOutput")
-    rows = _bf16("x.gemm2_permuted", x.gemm2_permuted, rank=2)
+    rows = _rows("x.gemm2_permuted", x.gemm2_permuted, rank=2)
     weights = _tensor("x.expert_weights", x.expert_weights, dtypes=(torch.float32,), rank=2)
     index = _tensor(
         "x.expanded_idx_to_permuted_idx",
@@ -355,8 +371,9 @@ def check_gather(
 
 def check_moe_output(x: MoEOutput) -> None:
     """What ``finalize_moe_output`` takes, but for the map's values: any H >= 1 and top_k >= 1."""
-    if not (hasattr(x, "routed") and hasattr(x, "shared_output")):
-        raise ContractError(_DOMAIN, "x", type(x).__name__, "a MoEOutput")
+    for field in ("routed", "shared_output", "routed_scaling_factor"):
+        if not hasattr(x, field):
+            raise ContractError(_DOMAIN, "x", type(x).__name__, "a MoEOutput")
     _number("x.routed_scaling_factor", x.routed_scaling_factor)
     routed = x.routed
     tensors: dict[str, Tensor | None]
@@ -365,11 +382,12 @@ def check_moe_output(x: MoEOutput) -> None:
         num_tokens, hidden_size = finalized.shape
         tensors = {"routed": finalized}
     else:
-        if not hasattr(routed, "gemm2_permuted"):
-            raise ContractError(
-                _DOMAIN, "x.routed", type(routed).__name__, "a tensor or an UnfinalizedMoEOutput"
-            )
-        rows = _bf16("x.routed.gemm2_permuted", routed.gemm2_permuted, rank=2)
+        for field in (*_UNFINALIZED, "route_major"):
+            if not hasattr(routed, field):
+                found = type(routed).__name__
+                allowed = "a tensor or an UnfinalizedMoEOutput"
+                raise ContractError(_DOMAIN, "x.routed", found, allowed)
+        rows = _rows("x.routed.gemm2_permuted", routed.gemm2_permuted, rank=2)
         weights = _tensor(
             "x.routed.expert_weights", routed.expert_weights, dtypes=WEIGHT_DTYPES, rank=2
         )
@@ -436,7 +454,7 @@ def check_allreduce(
 def check_workspace_request(hidden_size: int, max_tokens: int) -> None:
     """Sizes that a workspace can be created for at all."""
     for name, value, least in (("hidden_size", hidden_size, 1), ("max_tokens", max_tokens, 0)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < least:
             raise ContractError(_DOMAIN, name, repr(value), f"an integer >= {least}")
 
 
