@@ -28,6 +28,11 @@ def _refuse(rule: str, argument: str, found: str, allowed: str) -> ContractError
     return ContractError(rule, argument, found, allowed)
 
 
+def _is_integer(tensor: Tensor) -> bool:
+    kind = tensor.dtype
+    return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+
+
 class Reference(Stages):
     """The contract as code. It runs on any device and needs torch alone."""
 
@@ -78,17 +83,21 @@ class Reference(Stages):
             )
         if finalized_output is None:
             return result
-        for what, found, allowed in (
+        if not isinstance(finalized_output, Tensor):
+            found = type(finalized_output).__name__
+            raise _refuse("CONVERT-4", "finalized_output", found, "a tensor, or None")
+        aliasing: tuple[tuple[str, object, object], ...] = (
             ("shape", list(result.shape), list(finalized_output.shape)),
             ("dtype", result.dtype, finalized_output.dtype),
             ("device", result.device, finalized_output.device),
             ("data pointer", result.data_ptr(), finalized_output.data_ptr()),
-        ):
-            if found != allowed:
+        )
+        for what, returned, given in aliasing:
+            if returned != given:
                 raise _refuse(
                     "CONVERT-4",
                     "finalized_output",
-                    f"{what} {allowed}, which the returned tensor's {found} does not alias",
+                    f"{what} {given}, where the returned tensor has {returned}",
                     "the tensor that the kernel returned",
                 )
         return result
@@ -141,6 +150,17 @@ class Reference(Stages):
         expert_map: Tensor | None,
     ) -> UnfinalizedMoEOutput:
         """See :meth:`moetail.spec.MoETail.route_major_moe_output`."""
+        named = {"routes": routes, "topk_weights": topk_weights, "topk_ids": topk_ids}
+        if expert_map is not None:
+            named["expert_map"] = expert_map
+        for name, tensor in named.items():
+            if not isinstance(tensor, Tensor):
+                raise _refuse("CONVERT-2", name, type(tensor).__name__, "a tensor")
+            if tensor.device != routes.device:
+                raise _refuse("CONVERT-2", name, str(tensor.device), f"{routes.device}, as routes")
+        for name in ("topk_ids", "expert_map"):
+            if name in named and not _is_integer(named[name]):
+                raise _refuse("CONVERT-2", name, str(named[name].dtype), "an integer dtype")
         if topk_ids.dim() != 2:
             raise _refuse("CONVERT-2", "topk_ids", f"shape {list(topk_ids.shape)}", "[T, top_k]")
         num_tokens, top_k = topk_ids.shape
@@ -171,8 +191,17 @@ class Reference(Stages):
         return UnfinalizedMoEOutput(rows, topk_weights, index, route_major=True)
 
     def local_experts(self, topk_ids: Tensor, expert_map: Tensor) -> Tensor:
-        """Which of ``[T, K]`` ids are local; indexing alone takes id -1 for the last expert."""
-        return (topk_ids >= 0) & (expert_map[topk_ids.long()] >= 0)
+        """Which of ``[T, K]`` ids are local; a negative id names no expert, so it is not."""
+        try:
+            local = expert_map[topk_ids.long().clamp(min=0)] >= 0
+        except IndexError:
+            raise _refuse(
+                "CONVERT-2",
+                "topk_ids",
+                f"expert {int(topk_ids.max())}",
+                f"ids below the {expert_map.shape[0]} of expert_map",
+            ) from None
+        return (topk_ids >= 0) & local
 
     # --- 3 ------------------------------------------------------------------------------------
 

@@ -46,15 +46,13 @@ class BeamAllReduceWorkspace:
             ContractError: a size that no workspace can have, or sizes or dtypes that differ between
                 the ranks, on all ranks alike (DOMAIN-1).
         """
-        check_workspace_request(hidden_size, max_tokens)
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        if group is None:
+        if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None or dist.get_rank(group) < 0:
+            check_workspace_request(hidden_size, max_tokens)
             return None
-        # Agreement needs a collective even where this rank already knows that it must refuse: the
-        # others cannot know, and would wait.
+        # Agreement comes before any refusal: the other ranks cannot know what this one must refuse,
+        # and would wait for it.
         requests: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(requests, (hidden_size, max_tokens, str(dtype)), group=group)
         if any(request != requests[0] for request in requests):
@@ -64,6 +62,7 @@ class BeamAllReduceWorkspace:
                 f"{requests} on ranks 0 to {len(requests) - 1}",
                 "the same on every rank",
             )
+        check_workspace_request(hidden_size, max_tokens)
         if dtype is not torch.bfloat16:
             return None
         return cls(
