@@ -5,9 +5,11 @@ Shapes, dtypes, refusals and rules of each are documented once, in :class:`moeta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moetail.reference.stages import Stages
@@ -31,6 +33,12 @@ def _refuse(rule: str, argument: str, found: str, allowed: str) -> ContractError
 def _is_integer(tensor: Tensor) -> bool:
     kind = tensor.dtype
     return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
+
+
+def _all_gather() -> Callable[..., Any]:
+    """torch.distributed's all_gather_into_tensor, which torch 2.13 renamed and warns about."""
+    renamed: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
+    return renamed or dist.all_gather_into_tensor
 
 
 class Reference(Stages):
@@ -374,7 +382,7 @@ class Reference(Stages):
     ) -> Tensor:
         """Every rank's ``[L, H]`` as the T tokens' ``[T, H]``."""
         gathered = rows.new_empty((workspace.world_size * rows.shape[0], rows.shape[1]))
-        collective = torch.distributed.all_gather_into_tensor
+        collective = _all_gather()
         if through_hook and workspace.all_gather is not None:
             collective = workspace.all_gather
         collective(gathered, rows, group=workspace.device_group)
