@@ -16,9 +16,9 @@ each for its part, in this order:
 
 Errors are not counted twice: ``normalized`` is judged from the implementation's own ``hidden``.
 
-Not judged, and counted as such: an element for which orders differ in class (one overflows,
-another does not; a subnormal times infinity), and a row whose norm depends on such an element or
-whose mean square may be flushed to zero.
+Not judged, and counted as such: an element that some legal evaluations make NaN and others do not
+(orders that overflow both ways, a subnormal times infinity), and a row whose norm depends on such
+an element, or on one that may be infinite, or whose mean square may be flushed to zero.
 Accepted though perhaps not reachable: values strictly inside an interval; sums of more than eight
 terms whose signs cancel (bound 1 of ``summation``); and elements of a row that no single inverse
 RMS explains together, each being judged by itself.

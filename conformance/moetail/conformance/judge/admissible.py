@@ -16,11 +16,11 @@ class Admissible:
     """For each element, a set of values that contains all that a legal evaluation can give.
 
     Three kinds of element:
-    - a number: any value in ``[lo, hi]``, extended reals held in float64 (infinity included, so an
-      endpoint may be one);
+    - a number: any value in ``[lo, hi]``, extended reals held in float64 (infinity included: where
+      some orders overflow and others do not, ``hi`` is infinity);
     - ``nan``: every legal evaluation gives NaN;
-    - ``free``: legal evaluations differ in class (an order that overflows beside one that does
-      not), so nothing is required and the element is not judged.
+    - ``free``: some legal evaluation gives NaN and another does not, so nothing is required and the
+      element is not judged.
     ``nan`` and ``free`` are masks, None where no element is of that kind. They are disjoint, and
     ``lo`` and ``hi`` are 0 there. ``lo is hi`` where every interval is known to be a point.
 

@@ -167,15 +167,9 @@ def admit_rank_sum(parts: Sequence[Admissible]) -> Admissible:
     slack = torch.where(least < 2.0**-118, (ranks - 1) * TINY, 0.0)
     sum_lo, sum_hi = total_lo - error - slack, total_hi + error + slack
     if bool((magnitude >= 2.0**127).any()):
-        # The reduction's argument about overflow, see _unusual_sum.
-        over = hi.clamp(min=0).sum(dim=0) + error >= FP32_OVERFLOW
-        under = (-lo).clamp(min=0).sum(dim=0) + error >= FP32_OVERFLOW
-        above = (sum_lo >= FP32_OVERFLOW) & ~under
-        below = (sum_hi <= -FP32_OVERFLOW) & ~over
-        free = either(free, (over | under) & ~above & ~below)
-        infinity = torch.where(above, INFINITY, -INFINITY)
-        sum_lo = torch.where(above | below, infinity, sum_lo)
-        sum_hi = torch.where(above | below, infinity, sum_hi)
+        positive, negative = hi.clamp(min=0).sum(dim=0), (-lo).clamp(min=0).sum(dim=0)
+        sum_lo, sum_hi, both = _overflowed(sum_lo, sum_hi, positive + error, negative + error)
+        free = either(free, both)
     if bool(infinite.any()):
         infinity = torch.where(up, INFINITY, -INFINITY)
         sum_lo = torch.where(infinite, infinity, sum_lo)
@@ -252,10 +246,7 @@ def _unusual_sum(terms: Tensor, absent: Tensor, leaves: Tensor | int, *, exact: 
     - *NaN*: a NaN term, 0 * inf, or infinities of both signs give NaN in every order. An infinite
       term whose other factor is subnormal is NaN if that is read as zero: free, unless NaN anyway.
     - *Infinity*: of one sign, it stays, unless the finite terms may overflow to the other: free.
-    - *Overflow*: if B < FP32_OVERFLOW no partial sum overflows. If the exact sum less the bound is
-      at least that, and the terms of the other sign cannot overflow, the result is +infinity in
-      every order: with an overflow on the way, since only +infinity can arise; without, because the
-      last rounding overflows. Otherwise orders differ: free.
+    - *Overflow*: see _overflowed.
     - *Underflow*: a term that may vanish moves the sum by up to itself, towards zero. Otherwise a
       subnormal product errs by 2^-150 at most. Each of the n - 1 additions may flush a subnormal
       result, an error below 2^-126, if any term is below 2^-93 (see _NO_UNDERFLOW).
@@ -265,10 +256,12 @@ def _unusual_sum(terms: Tensor, absent: Tensor, leaves: Tensor | int, *, exact: 
     infinite = terms.isinf()
     free = (infinite & absent).any(dim=1) & ~nan
     finite = torch.where(terms.isfinite(), terms, 0.0)
-    positive, negative = finite.clamp(min=0).sum(dim=1), (-finite).clamp(min=0).sum(dim=1)
-    finite_total, magnitude = positive - negative, positive + negative
-    error = error_bound(finite_total, magnitude, leaves, exact=exact)
+    # The same sums as in the ordinary case, so that a usual element's set does not depend on
+    # whether an unusual one is near.
     small = finite.abs()
+    finite_total, magnitude = finite.sum(dim=1), small.sum(dim=1)
+    positive, negative = 0.5 * (magnitude + finite_total), 0.5 * (magnitude - finite_total)
+    error = error_bound(finite_total, magnitude, leaves, exact=exact)
     slack = torch.where((small < TINY) & (small > 0), HALF_QUANTUM, 0.0).sum(dim=1)
     adds = torch.as_tensor(leaves, dtype=torch.float64, device=terms.device) - 1.0
     may_flush = ((small < _NO_UNDERFLOW) & (small > 0)).any(dim=1)
@@ -277,15 +270,24 @@ def _unusual_sum(terms: Tensor, absent: Tensor, leaves: Tensor | int, *, exact: 
     lo = finite_total - error - slack - gone.clamp(min=0).sum(dim=1)
     hi = finite_total + error + slack + (-gone).clamp(min=0).sum(dim=1)
 
-    reach_up, reach_down = positive + error, negative + error
-    overflow_up, overflow_down = reach_up >= FP32_OVERFLOW, reach_down >= FP32_OVERFLOW
-    above = (lo >= FP32_OVERFLOW) & ~overflow_down
-    below = (hi <= -FP32_OVERFLOW) & ~overflow_up
-    free |= (overflow_up | overflow_down) & ~above & ~below & ~infinite.any(dim=1)
-    infinity = torch.where(above, INFINITY, -INFINITY)
-    lo, hi = torch.where(above | below, infinity, lo), torch.where(above | below, infinity, hi)
-
+    lo, hi, both = _overflowed(lo, hi, positive + error, negative + error)
+    free |= both & ~infinite.any(dim=1)
     certain = total.isinf()
-    free |= certain & torch.where(total > 0, overflow_down, overflow_up)
+    against = torch.where(total > 0, negative + error, positive + error)
+    free |= certain & (against >= FP32_OVERFLOW)
     lo, hi = torch.where(certain, total, lo), torch.where(certain, total, hi)
     return Admissible.build(lo, hi, nan, some(free))
+
+
+def _overflowed(lo: Tensor, hi: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Widens the bounds of sums to what may overflow, and says which may overflow both ways.
+
+    No partial sum exceeds ``up`` or falls below ``-down`` before its rounding. Below FP32's
+    threshold, none overflows. If only +infinity can arise, the result is within the bounds in an
+    order without an overflow, and +infinity in one with: the hull of both holds it. If both
+    infinities can, so can NaN.
+    """
+    may_up, may_down = up >= FP32_OVERFLOW, down >= FP32_OVERFLOW
+    hi = torch.where(may_up, INFINITY, hi)
+    lo = torch.where(may_down, -INFINITY, lo)
+    return lo, hi, may_up & may_down

@@ -41,6 +41,7 @@ from torch import Tensor
 
 from moetail.conformance.judge.admissible import flushed
 from moetail.conformance.judge.rounding import (
+    FP32_OVERFLOW,
     INFINITY,
     TINY,
     UNIT,
@@ -91,12 +92,12 @@ def narrow(
 
     ``leaf_*`` [n, A] are the leaves as intervals, exact and in float64, with zero in the interval
     where a leaf may be flushed on input; ``fused_*`` the same if they may enter by FMA. Zero leaves
-    are allowed. Overflow must be excluded.
+    are allowed. Orders may overflow to one infinity, not to both.
     """
     magnitude = torch.maximum(leaf_lo.abs(), leaf_hi.abs()).sum(dim=0)
     point = (leaf_lo == leaf_hi).all(dim=0)
     sum_lo, sum_hi = leaf_lo.sum(dim=0), leaf_hi.sum(dim=0)
-    grid = point & on_common_grid(leaf_lo, magnitude, 24, TINY)
+    grid = point & (magnitude < FP32_OVERFLOW) & on_common_grid(leaf_lo, magnitude, 24, TINY)
     lo, hi = torch.where(grid, sum_lo, lo), torch.where(grid, sum_hi, hi)
 
     # Leaves that are zero take no part: sort them last, and look at each count on its own.

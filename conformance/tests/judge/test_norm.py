@@ -1,0 +1,275 @@
+"""The norm admits FP32 evaluations within the contract, and little more."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moetail.conformance.judge import Admissible, admit_norm
+
+TINY = np.float32(2.0**-126)
+SLACK = 2.0**-16
+# A FP32 inverse may be off by 2^-16 in all: leave room for its own last rounding.
+OFFSETS = (0.0, SLACK * (1 - 2.0**-7), -SLACK * (1 - 2.0**-7))
+
+
+def flush(values, on):
+    return np.where(np.abs(values) < TINY, np.float32(0), values) if on else values
+
+
+def products(s, inverse, weight, ftz):
+    """s * inverse * weight in FP32, in every order."""
+
+    def times(a, b):
+        return flush(flush(a, ftz) * flush(b, ftz), ftz)
+
+    if weight is None:
+        return [times(s, inverse)]
+    return [
+        times(times(s, inverse), weight),
+        times(s, times(inverse, weight)),
+        times(times(s, weight), inverse),
+    ]
+
+
+def inverses(s, eps, ftz):
+    """The inverse RMS of one row, as different FP32 implementations get it."""
+    size = np.float32(len(s))
+    eps = flush(np.float32(eps), ftz)
+    s = flush(s, ftz)
+    squares = flush(s * s, ftz)
+    divided = flush(flush(s * flush(np.float32(1) / size, ftz), ftz) * s, ftz)
+
+    def sequential(terms):
+        total = np.float32(0)
+        for term in terms:
+            total = flush(total + term, ftz)
+        return total
+
+    def pairwise(terms):
+        terms = list(terms)
+        while len(terms) > 1:
+            terms = [flush(a + b, ftz) for a, b in zip(terms[::2], terms[1::2], strict=False)] + (
+                [terms[-1]] if len(terms) % 2 else []
+            )
+        return terms[0]
+
+    means = [
+        flush(sequential(squares) / size, ftz),
+        flush(pairwise(squares) / size, ftz),
+        sequential(divided),
+    ]
+    found = []
+    for mean in means:
+        root = np.sqrt(np.float64(flush(mean + eps, ftz)))
+        found.append(np.float32(np.float64(1) / root))
+    return found
+
+
+def within_contract(s, eps):
+    """Exact inverses, off by what the contract permits."""
+    value = math.fsum(float(v) * float(v) for v in s) / len(s) + float(np.float32(eps))
+    if not 2.0**-120 < value < 2.0**120 / len(s):
+        return []
+    return [np.float32((1 + offset) / math.sqrt(value)) for offset in OFFSETS]
+
+
+def rounded(values):
+    return torch.from_numpy(np.array(values, dtype=np.float32)).bfloat16()
+
+
+def tensors(s, weight):
+    row = torch.from_numpy(s).bfloat16().view(1, -1)
+    assert np.array_equal(row.float().numpy()[0], s)
+    if weight is None:
+        return row, None
+    return row, torch.from_numpy(weight).bfloat16()
+
+
+def bf16_array(mantissas, exponents, signs):
+    values = [m * math.ldexp(1.0, e - 7) * g for m, e, g in zip(mantissas, exponents, signs)]
+    return torch.tensor(values, dtype=torch.float64).bfloat16().float().numpy()
+
+
+@st.composite
+def bf16_vector(draw, size, center, spread):
+    base = draw(center)
+    return bf16_array(
+        draw(st.lists(st.integers(0, 255), min_size=size, max_size=size)),
+        [min(127, max(-133, base + draw(st.integers(-spread, spread)))) for _ in range(size)],
+        draw(st.lists(st.sampled_from([1, -1]), min_size=size, max_size=size)),
+    )
+
+
+EPS = st.sampled_from([1e-6, 1e-5, 1e-12, 1e-30, 1e-37, 1e-40, 0.0, 1.0])
+
+
+@st.composite
+def rows(draw, center=st.integers(-133, 125), weights=st.integers(-120, 120)):
+    size = draw(st.sampled_from([1, 2, 5, 8]))
+    s = draw(bf16_vector(size, center, draw(st.sampled_from([0, 2, 12]))))
+    weight = draw(st.one_of(st.none(), bf16_vector(size, weights, 2)))
+    return s, weight, draw(EPS)
+
+
+ORDINARY = rows(center=st.integers(-8, 8), weights=st.integers(-2, 2))
+
+
+@settings(max_examples=300, deadline=None)
+@given(case=st.one_of(ORDINARY, rows(weights=st.integers(-2, 2)), rows()), ftz=st.booleans())
+def test_every_evaluation_is_admitted(case, ftz):
+    s, weight, eps = case
+    row, w = tensors(s, weight)
+    n = admit_norm(Admissible.of(row), w, eps)
+    with np.errstate(all="ignore"):
+        for inverse in (*inverses(s, eps, ftz), *within_contract(s, eps)):
+            for result in products(s, inverse, weight, ftz):
+                got = rounded(result).view(1, -1)
+                fits = n.admits(got)
+                assert bool(fits.all()), (s, weight, eps, got, n.lo, n.hi, n.free)
+
+
+@settings(max_examples=150, deadline=None)
+@given(case=ORDINARY)
+def test_sets_are_narrow(exact, case):
+    """At most one BF16 value more than what inverses at both ends of the slack give; and for
+    usual numbers nothing is left free."""
+    s, weight, eps = case
+    if not np.any(s) and eps < 1e-30:
+        return
+    row, w = tensors(s, weight)
+    n = admit_norm(Admissible.of(row), w, eps)
+    assert n.nan is None
+    value = math.fsum(float(v) * float(v) for v in s) / len(s) + float(np.float32(eps))
+    if value < 2.0**-60:
+        return
+    assert n.free is None
+    for column, element in enumerate(s):
+        factor = 1.0 if weight is None else float(weight[column])
+        true = float(element) * factor / math.sqrt(value)
+        ends = sorted(exact.bf16(true * (1 + side * (SLACK + 2.0**-22))) for side in (1, -1))
+        assert n.lo[0, column].item() >= ends[0]
+        assert n.hi[0, column].item() <= ends[1]
+
+
+def test_every_evaluation_of_long_rows_is_admitted():
+    rng = np.random.default_rng(3)
+    for size in (256, 2048, 8192):
+        s = torch.from_numpy(rng.standard_normal(size).astype(np.float32)).bfloat16()
+        weight = torch.from_numpy(1 + rng.standard_normal(size).astype(np.float32)).bfloat16()
+        n = admit_norm(Admissible.of(s.view(1, -1)), weight, 1e-6)
+        assert n.nan is None
+        assert n.free is None
+        wide = s.float().numpy()
+        w = weight.float().numpy()
+        for inverse in within_contract(wide, 1e-6):
+            for result in products(wide, inverse, w, False):
+                assert bool(n.admits(rounded(result).view(1, -1)).all())
+        # One step off is refused wherever the set is a point.
+        point = n.lo == n.hi
+        assert point.double().mean() > 0.99
+        for direction in (-math.inf, math.inf):
+            off = torch.nextafter(n.lo.bfloat16(), torch.tensor(direction, dtype=torch.bfloat16))
+            assert not bool(n.admits(off)[point].any())
+
+
+def test_inverse_off_by_more_than_the_slack_is_refused():
+    generator = torch.Generator().manual_seed(11)
+    s = torch.randn(4, 8192, generator=generator).bfloat16()
+    weight = torch.randn(8192, generator=generator).bfloat16()
+    n = admit_norm(Admissible.of(s), weight, 1e-6)
+    inverse = 1 / (s.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    exact = s.double() * weight.double() * inverse
+    for factor in (1 + 2.0**-14, 1 - 2.0**-14):
+        refused = ~n.admits((exact * factor).float().bfloat16())
+        assert bool(refused.any(dim=-1).all())
+
+
+def test_sign_rows_are_exact():
+    """Rows of +-1 without eps: the inverse is 1, and n is the weight itself."""
+    s = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.bfloat16)
+    weight = torch.tensor([0.5, 1.0078125, -3.0, 0.0], dtype=torch.bfloat16)
+    n = admit_norm(Admissible.of(s), weight, 0.0)
+    assert n.lo.tolist() == n.hi.tolist() == [[0.5, -1.0078125, -3.0, 0.0]]
+
+
+def norm_of(values, weight=None, eps=1e-6):
+    w = None if weight is None else torch.tensor(weight, dtype=torch.bfloat16)
+    return admit_norm(Admissible.of(torch.tensor([values], dtype=torch.bfloat16)), w, eps)
+
+
+def test_nan_fills_its_row_only():
+    s = torch.tensor([[1.0, math.nan, 0.0], [1.0, 1.0, 1.0]], dtype=torch.bfloat16)
+    n = admit_norm(Admissible.of(s), None, 0.0)
+    assert n.nan.tolist() == [[True] * 3, [False] * 3]
+    assert n.lo[1].tolist() == [1.0] * 3
+
+
+def test_infinity_leaves_zeros_and_one_nan():
+    n = norm_of([1.0, math.inf, -2.0])
+    assert n.nan.tolist() == [[False, True, False]]
+    assert n.free is None
+    assert n.lo.tolist() == n.hi.tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_zero_row():
+    assert norm_of([0.0, 0.0]).hi.tolist() == [[0.0, 0.0]]
+    assert norm_of([0.0, 0.0], eps=0.0).nan.tolist() == [[True, True]]  # 0 * inf
+
+
+def test_row_that_may_be_flushed_is_free():
+    assert norm_of([2.0**-70, 0.0], eps=0.0).free.tolist() == [[True, True]]
+    assert norm_of([2.0**-70, 0.0], eps=1e-6).free is None
+
+
+def test_sum_of_squares_may_overflow():
+    """FP32 gets inf, an inverse of 0, and zeros; an evaluation that divides first does not."""
+    n = norm_of([2.0**63, 2.0**63, 2.0**63, 2.0**63])
+    assert n.free is None
+    assert n.lo.tolist() == [[0.0] * 4]
+    assert n.hi.tolist() == [[1.0] * 4]
+    assert norm_of([2.0**62, 2.0**62]).lo.tolist() == [[1.0] * 2]
+
+
+def test_weights_that_are_no_numbers():
+    n = norm_of([1.0, 1.0, 0.0, 1.0], weight=[1.0, math.nan, math.inf, math.inf])
+    assert n.nan.tolist() == [[False, True, True, False]]
+    assert n.free.tolist() == [[False, False, False, True]]
+
+
+def test_intermediate_overflow_is_free():
+    """s * w is beyond FP32 in one order of the products, and not in the others."""
+    n = norm_of([2.0**60, 2.0**60], weight=[2.0**100, 1.0])
+    assert n.free.tolist() == [[True, False]]
+    assert norm_of([2.0, 2.0], weight=[2.0**100, 1.0]).free is None
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_uncertain_elements_make_their_row_free(free):
+    lo = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, False]]) if free else None
+    hi = lo if free else torch.tensor([[math.inf, 2.0]], dtype=torch.float64)
+    n = admit_norm(Admissible(lo, hi, None, mask), None, 1e-6)
+    assert n.free.tolist() == [[True, True]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(case=ORDINARY, data=st.data())
+def test_intervals_contain_their_points(case, data):
+    """A set of inputs gives a set that holds the sets of its members."""
+    s, weight, eps = case
+    row, w = tensors(s, weight)
+    lo = row.double()
+    up = torch.nextafter(row, torch.tensor(math.inf, dtype=torch.bfloat16)).double()
+    wide = admit_norm(Admissible(lo, up), w, eps)
+    for _ in range(3):
+        picks = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(s), max_size=len(s)))])
+        member = torch.where(picks, up, lo)
+        inner = admit_norm(Admissible.of(member.bfloat16()), w, eps)
+        if wide.free is not None or inner.free is not None or inner.nan is not None:
+            continue
+        assert bool((wide.lo <= inner.lo).all())
+        assert bool((inner.hi <= wide.hi).all())
