@@ -147,3 +147,8 @@ def make_arguments() -> Any:
 @pytest.fixture(scope="session")
 def make_beam_output() -> Any:
     return beam_output
+
+
+@pytest.fixture(scope="session")
+def load_module() -> Any:
+    return load
