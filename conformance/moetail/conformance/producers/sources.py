@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from moetail.conformance.producers.aimed import AIMED
 from moetail.conformance.producers.arithmetic import (
     bf16,
     generator,
@@ -24,29 +24,10 @@ from moetail.conformance.producers.case import Case
 from moetail.conformance.producers.layer import MoELayer
 from moetail.conformance.producers.models import MODELS, Model
 from moetail.conformance.producers.problem import Problem
-from moetail.conformance.producers.routing import Routing, expert_owners, random_routing
-from moetail.spec.rules import ALLREDUCE, BOUNDARY, FUSED, GATHER
+from moetail.conformance.producers.routing import Routing, expert_owners
+from moetail.conformance.producers.source import Draws, Source
 
-__all__ = ["SOURCES", "SOURCE_TABLE", "Source", "refusal"]
-
-
-@dataclass(frozen=True)
-class Source:
-    """A named way to make the values of a case.
-
-    Attributes:
-        name: the key in SOURCES.
-        description: one line.
-        make: the values of a case.
-        rule: the rule that decides on these values, or None for a general source.
-        refuse: why the source can not serve a case, or None where it can.
-    """
-
-    name: str
-    description: str
-    make: Callable[[Case], Problem]
-    rule: str | None = None
-    refuse: Callable[[Case], str | None] = lambda case: None
+__all__ = ["SOURCES", "SOURCE_TABLE", "refusal"]
 
 
 def refusal(case: Case) -> str | None:
@@ -54,92 +35,17 @@ def refusal(case: Case) -> str | None:
     return SOURCE_TABLE[case.source].refuse(case)
 
 
-@dataclass
-class _Draws:
-    """Float64 values of a case before its source shapes them."""
-
-    case: Case
-
-    def _normal(self, name: str, *shape: int) -> Tensor:
-        gen = generator(self.case.value_key, name)
-        return torch.randn(shape, generator=gen).double()
-
-    @property
-    def has_routes(self) -> bool:
-        return self.case.operation != BOUNDARY and self.case.routed == "routes"
-
-    @property
-    def rows_shape(self) -> tuple[int, int, int]:
-        case = self.case
-        return (case.tokens if self.has_routes else 0, case.top_k, case.hidden)
-
-    @property
-    def finalized_shape(self) -> tuple[int, int, int]:
-        case = self.case
-        return (0 if self.has_routes else case.ranks, case.tokens, case.hidden)
-
-    @property
-    def shared_shape(self) -> tuple[int, int, int]:
-        return (self.case.ranks if self.case.shared else 0, self.case.tokens, self.case.hidden)
-
-    @property
-    def residual_shape(self) -> tuple[int, int]:
-        # Without a boundary there is no residual; saying so saves memory at real sizes.
-        boundary = self.case.operation in (BOUNDARY, FUSED, GATHER, ALLREDUCE)
-        return (self.case.tokens if boundary else 0, self.case.hidden)
-
-    def weights(self) -> Tensor:
-        """Positive routing weights that sum to 1, as a renormalizing router leaves them."""
-        gen = generator(self.case.value_key, "weights")
-        drawn = uniform((self.case.tokens, self.case.top_k), gen) + 0.05
-        return drawn / drawn.sum(-1, keepdim=True)
-
-    def norm_weight(self, norm: str) -> Tensor:
-        return 1.0 + 0.2 * self._normal(f"{norm}_weight", self.case.hidden)
-
-    def problem(
-        self,
-        shape: Callable[[str, Tensor], Tensor] = lambda name, values: values,
-        routing: Routing | None = None,
-        weights: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Problem:
-        """Normal values, each tensor passed through ``shape(name, values)``."""
-        drawn = {
-            name: shape(name, self._normal(name, *sizes))
-            for name, sizes in (
-                ("finalized", self.finalized_shape),
-                ("residual", self.residual_shape),
-                ("shared", self.shared_shape),
-            )
-        }
-        if rows is None:
-            rows = shape("rows", self._normal("rows", *self.rows_shape))
-        if weights is None:
-            weights = self.weights()
-        return Problem(
-            routing=random_routing(self.case) if routing is None else routing,
-            rows=to_bf16(rows),
-            weights=weights.to(torch.float32),
-            finalized=to_bf16(drawn["finalized"]),
-            residual=to_bf16(drawn["residual"]),
-            post_weight=to_bf16(self.norm_weight("post")),
-            next_weight=to_bf16(self.norm_weight("next")),
-            shared=to_bf16(drawn["shared"]),
-        )
-
-
 def _gen(case: Case, name: str) -> torch.Generator:
     return generator(case.value_key, case.source, name)
 
 
 def _normal(case: Case) -> Problem:
-    return _Draws(case).problem()
+    return Draws(case).problem()
 
 
 def _moe(case: Case) -> Problem:
     """The MoE layer's own rows, weights, experts and shared part."""
-    draws = _Draws(case)
+    draws = Draws(case)
     model = MODELS[case.model] if case.model else Model("plain", 0, 0, 0)
     layer = MoELayer(model, case.hidden, case.experts, case.top_k, case.seed)
     x = layer.tokens(case.tokens)
@@ -162,7 +68,7 @@ def _grid(case: Case) -> Problem:
         return integers(-4, 4, tuple(values.shape), gen)
 
     weights = 2.0 ** integers(-1, 1, (case.tokens, case.top_k), gen)
-    made = _Draws(case).problem(shape, weights=weights)
+    made = Draws(case).problem(shape, weights=weights)
     for name in ("post_weight", "next_weight"):
         power = 2.0 ** integers(-1, 1, (case.hidden,), gen)
         setattr(made, name, to_bf16(power * signs((case.hidden,), gen)))
@@ -171,7 +77,7 @@ def _grid(case: Case) -> Problem:
 
 def _cancel(case: Case) -> Problem:
     """The last route and the residual nearly cancel what came before."""
-    draws = _Draws(case)
+    draws = Draws(case)
     weights = draws.weights().to(torch.float32).double()
     noise = _gen(case, "noise")
     rows = bf16(draws.problem().rows.double())
@@ -202,7 +108,7 @@ def _scaled(low: float, high: float) -> Callable[[Case], Problem]:
             exponent = torch.round(low + (high - low) * uniform(tuple(values.shape), gen))
             return torch.ldexp(values, exponent.int())
 
-        return _Draws(case).problem(shape)
+        return Draws(case).problem(shape)
 
     return make
 
@@ -217,7 +123,7 @@ def _subnormal(case: Case) -> Problem:
         return torch.ldexp(mantissa, exponent.int())
 
     weights = 2.0 ** integers(-2, 0, (case.tokens, case.top_k), gen)
-    return _Draws(case).problem(shape, weights=weights)
+    return Draws(case).problem(shape, weights=weights)
 
 
 def _huge(case: Case) -> Problem:
@@ -233,7 +139,7 @@ def _huge(case: Case) -> Problem:
         exponent = integers(top - 4, top, tuple(values.shape), gen) - down
         return torch.ldexp(mantissa, exponent.int())
 
-    return _Draws(case).problem(shape)
+    return Draws(case).problem(shape)
 
 
 def _tiny(case: Case) -> Problem:
@@ -248,7 +154,7 @@ def _tiny(case: Case) -> Problem:
             return values
         return values * unit * (share.unsqueeze(-1) if name == "rows" else share)
 
-    return _Draws(case).problem(shape)
+    return Draws(case).problem(shape)
 
 
 def _zeros(case: Case) -> Problem:
@@ -265,7 +171,7 @@ def _zeros(case: Case) -> Problem:
         return made
 
     weights = torch.full((case.tokens, case.top_k), 0.25, dtype=torch.float64)
-    return _Draws(case).problem(shape, weights=weights)
+    return Draws(case).problem(shape, weights=weights)
 
 
 def _special(value: float) -> Callable[[Case], Problem]:
@@ -279,10 +185,10 @@ def _special(value: float) -> Callable[[Case], Problem]:
             hit = uniform(shape_, gen) < (0.02 if name == "rows" else 0.005)
             return torch.where(hit, signs(shape_, gen) * value, values)
 
-        weights = _Draws(case).weights()
+        weights = Draws(case).weights()
         if case.tokens > 2:
             weights[-1, -1] = value
-        return _Draws(case).problem(shape, weights=weights)
+        return Draws(case).problem(shape, weights=weights)
 
     return make
 
@@ -303,7 +209,7 @@ _GENERAL = (
     Source("wide", "exponents spread over 60 binary places", _scaled(-30, 30)),
 )
 
-SOURCE_TABLE: dict[str, Source] = {source.name: source for source in _GENERAL}
+SOURCE_TABLE: dict[str, Source] = {source.name: source for source in (*_GENERAL, *AIMED)}
 
 # What the suite and the command line show: name -> (description, rule aimed at or None).
 SOURCES: dict[str, tuple[str, str | None]] = {
