@@ -57,6 +57,7 @@ PRELOAD: tuple[str, ...] = (
     "moetail.reference",
     "moetail.conformance.producers",
     "moetail.conformance.judge",
+    "moetail.conformance.execution",
     "moetail.conformance.mutants",
     "moetail.conformance.variants",
 )
@@ -64,7 +65,7 @@ PRELOAD: tuple[str, ...] = (
 
 _START_TIMEOUT = 180.0
 _SERVER_TIMEOUT = 10.0
-_WATCH_TIMEOUT = 1.0
+_WATCH_TIMEOUT = 5.0
 # Our own limits must come first, so that the pool can say which rank is at fault.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 _BOOTSTRAP = (
