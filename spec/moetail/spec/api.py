@@ -66,7 +66,8 @@ class WorkspaceFactory(Protocol):
             The workspace, or None where the group or the device is unsupported.
 
         Raises:
-            ContractError: hidden_size < 1 or max_tokens < 0 (DOMAIN-1).
+            ContractError: hidden_size < 1 or max_tokens < 0, or arguments that differ between the
+                ranks; on every rank alike (DOMAIN-1).
 
         Rules: OWN-4, DOMAIN-1. Source: vLLM Beam moe_finalize.
         """
@@ -131,8 +132,8 @@ class MoETail(Protocol):
             with -1 in the slots that are not local.
 
         Raises:
-            ValueError: rows that are not contiguous (PACK-1), or shapes that do not agree
-                (CONVERT-2).
+            ValueError: rows that are not contiguous (PACK-1); shapes or devices that do not agree,
+                ids or a map that are no integers, ids past the map's end (CONVERT-2).
 
         Rules: PACK-1, PACK-3, CONVERT-1, CONVERT-2, CONVERT-3, RUN-2. Source: vLLM moe_output.
         """
@@ -185,7 +186,8 @@ class MoETail(Protocol):
             x: BF16 ``[T, H]``, any H >= 1.
             residual: BF16 ``[T, H]``.
             post_weight, post_eps: the optional norm of x, as in :meth:`beam_moe_finalize`.
-            next_weight, next_eps: the optional norm of hidden, in the same way.
+            next_weight, next_eps: the optional norm of hidden. ``next_eps`` None: no norm,
+                whether or not there is a weight; ``next_eps`` alone: norm without the affine.
             scales: (x_scale, r_scale) of the residual add; None adds as is.
 
         Returns:
@@ -193,8 +195,8 @@ class MoETail(Protocol):
             ``next_eps`` is.
 
         Raises:
-            ContractError: other shapes, dtypes, devices or layouts, a norm weight without its eps,
-                a negative or infinite eps (DOMAIN-1).
+            ContractError: other shapes, dtypes, devices or layouts, a post_weight without
+                post_eps, an eps that is negative or not finite (DOMAIN-1).
 
         Rules: ROUND-3 to ROUND-6, LIVE-2, DOMAIN-1, DOMAIN-2, RUN-1 to RUN-4, RUN-6. Source: vLLM
         Beam moe_finalize and the boundary kernel it calls.

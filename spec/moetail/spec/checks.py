@@ -142,7 +142,9 @@ def _eps(name: str, value: Any) -> None:
 def _norm(kind: str, weight: Any, eps: Any, hidden_size: int) -> Tensor | None:
     """A norm's pair of arguments: eps None means no norm, a weight needs an eps."""
     if eps is None:
-        if weight is not None:
+        # Only the post-norm's weight needs its eps: whether there is a next norm is said by
+        # next_eps alone, and a layer may pass the weight it holds all the same.
+        if weight is not None and kind == "post":
             raise ContractError(
                 _DOMAIN, f"{kind}_eps", f"None, with a {kind}_weight", "a number, or neither"
             )

@@ -1,0 +1,404 @@
+"""What a test of the suite is: a rule, the cases it looks at, and a function that decides.
+
+The suite's test functions are checks. pytest runs them (``moetail check`` is pytest underneath),
+and so does the catalogue of mutants, in process and without pytest: both go through this module.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from moetail.spec import operation, rule
+
+from moetail.conformance import ranks
+from moetail.conformance.execution import Outcome, Raised, Step, execute, flatten, same_bits
+from moetail.conformance.implementation import Implementation, load
+from moetail.conformance.judge import Verdict, judge
+from moetail.conformance.producers import Case
+from moetail.conformance.ranks import RankError, RankPool
+
+__all__ = [
+    "CHECKS",
+    "PROFILES",
+    "Check",
+    "NotJudged",
+    "Plan",
+    "Run",
+    "Tail",
+    "Tally",
+    "Trial",
+    "Violation",
+    "checks_rule",
+]
+
+PROFILES = ("quick", "full", "soak")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much to check, and where.
+
+    Attributes:
+        profile: "quick" (a minute), "full" (ten) or "soak".
+        seed: shifts every case's seed; the same plan makes the same cases.
+        ranks: the numbers of ranks that distributed operations run with.
+        device: "cpu" or "cuda".
+        timeout: seconds that a distributed call may take.
+    """
+
+    profile: str = "quick"
+    seed: int = 0
+    ranks: tuple[int, ...] = (1, 2, 3, 4, 8)
+    device: str = "cpu"
+    timeout: float = 60.0
+
+    def pick(self, quick: int, full: int, soak: int | None = None) -> int:
+        """The number for this profile."""
+        return {"quick": quick, "full": full, "soak": soak or 4 * full}[self.profile]
+
+    def random(self, *names: object) -> random.Random:
+        """A generator of its own for every use, the same in every process."""
+        text = "/".join(map(str, (self.seed, self.profile, *names)))
+        return random.Random(hashlib.sha256(text.encode()).digest())
+
+    def group_sizes(self, name: str) -> tuple[int, ...]:
+        """The numbers of ranks an operation runs with."""
+        return self.ranks if operation(name).distributed else (1,)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of a check.
+
+    Attributes:
+        operation: the operation on trial.
+        case: whose arguments it gets.
+        variation: of the arguments, a name of :mod:`.variations`, or "".
+    """
+
+    operation: str
+    case: Case
+    variation: str = ""
+
+    @property
+    def id(self) -> str:
+        """The case's id, and the variation behind a tilde."""
+        return f"{self.case.id}~{self.variation}" if self.variation else self.case.id
+
+    @classmethod
+    def parse(cls, text: str, operation: str = "") -> Trial:
+        """The trial of that id; ValueError where it is none."""
+        shown, _, variation = text.partition("~")
+        case = Case.parse(shown)
+        return cls(operation or case.operation, case, variation)
+
+
+class NotJudged(Exception):
+    """A trial that cannot be decided here; the message says why."""
+
+
+class Violation(AssertionError):
+    """An implementation breaks a rule.
+
+    Attributes:
+        rule, operation, trial: what was broken by what, and the trial's id.
+        found: one sentence, with the first wrong element and what was admissible.
+        verdict: the judge's verdict, where the judge decided.
+        runs: the runs that showed it.
+        also: other rules that the diagnosis names.
+    """
+
+    def __init__(
+        self,
+        rule_id: str,
+        trial: Trial,
+        found: str,
+        *,
+        verdict: Verdict | None = None,
+        runs: Sequence[Run] = (),
+    ) -> None:
+        super().__init__(found)
+        self.rule = rule_id
+        self.operation = trial.operation
+        self.trial = trial
+        self.found = found
+        self.verdict = verdict
+        self.runs = tuple(runs)
+
+
+@dataclass
+class Tally:
+    """What a trial looked at; a trial that looked at nothing is not green.
+
+    Attributes:
+        judged: elements that the judge decided, or comparisons made where there are no elements.
+        not_judged: elements whose class depends on a legal choice.
+        ambiguous: judged elements with two admissible values.
+    """
+
+    judged: int = 0
+    not_judged: int = 0
+    ambiguous: int = 0
+
+    def add(self, other: Tally) -> None:
+        self.judged += other.judged
+        self.not_judged += other.not_judged
+        self.ambiguous += other.ambiguous
+
+
+@dataclass
+class Run:
+    """A step and what came of it on every rank."""
+
+    step: Step
+    outcomes: list[Outcome]
+
+    @property
+    def refused(self) -> bool:
+        """Every rank raised."""
+        return all(outcome.refusal for outcome in self.outcomes)
+
+    @property
+    def values(self) -> list[Any]:
+        return [outcome.value for outcome in self.outcomes]
+
+    @cached_property
+    def calls(self) -> list[dict[str, Any]]:
+        """The arguments before the call, rank by rank, where the results are."""
+        case = self.step.case
+        device = next((str(t.device) for _, t in flatten(self.values)), "cpu")
+        return [case.arguments(rank, device) for rank in range(case.ranks)]
+
+
+@dataclass
+class Tail:
+    """The implementation on trial, and the means to run and to judge it."""
+
+    implementation: Implementation
+    plan: Plan
+    rule: str = ""
+    trial: Trial | None = None
+    tally: Tally = field(default_factory=Tally)
+    ended: dict[str, str] = field(default_factory=dict)
+    _pool: RankPool | None = None
+
+    @classmethod
+    def of(cls, spec: str, plan: Plan, pool: RankPool | None = None) -> Tail:
+        return cls(load(spec), plan, _pool=pool)
+
+    @property
+    def pool(self) -> RankPool:
+        """The rank processes, started when first needed."""
+        if self._pool is None:
+            self._pool = RankPool(
+                max(self.plan.ranks), device=self.plan.device, timeout=self.plan.timeout
+            )
+        return self._pool
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def begin(self, rule_id: str, trial: Trial) -> None:
+        """Everything from here on counts for this rule and trial."""
+        self.rule, self.trial, self.tally = rule_id, trial, Tally()
+
+    # --- running ------------------------------------------------------------------------------
+
+    def run(self, *steps: Step) -> list[Run]:
+        """Carry out steps, on all ranks of a distributed operation with one workspace."""
+        first = steps[0].case
+        arguments = (self.implementation.spec, self.plan.device, tuple(steps))
+        if operation(first.operation).distributed:
+            returned = self.pool.run(first.ranks, execute, *arguments, operation=first.operation)
+            by_rank = [_outcomes(outcome, len(steps)) for outcome in returned]
+        else:
+            by_rank = [execute(None, 0, *arguments)]
+        return [Run(step, list(each)) for step, each in zip(steps, zip(*by_rank), strict=True)]
+
+    # --- deciding -----------------------------------------------------------------------------
+
+    def violation(self, found: str, **details: Any) -> Violation:
+        assert self.trial is not None
+        return Violation(self.rule, self.trial, found, **details)
+
+    def require(self, condition: bool, found: str, *runs: Run) -> None:
+        """One comparison, counted; ``found`` says what is wrong where it does not hold."""
+        self.tally.judged += 1
+        if not condition:
+            raise self.violation(found, runs=runs)
+
+    def returned(self, run: Run) -> None:
+        """The call is legal, so no rank may have raised."""
+        for rank, outcome in enumerate(run.outcomes):
+            if outcome.refusal:
+                where = f"rank {rank}: " if len(run.outcomes) > 1 else ""
+                raise self.violation(
+                    f"{where}raised on legal arguments: {outcome.refusal}", runs=[run]
+                )
+
+    def conforms(self, *runs: Run) -> None:
+        """Every element of every run is admissible."""
+        for run in runs:
+            self.returned(run)
+            verdict = judge(run.step.case.operation, run.calls, run.values)
+            self.tally.add(Tally(verdict.judged, verdict.not_judged, verdict.ambiguous))
+            if not verdict.conforms:
+                raise self.violation(
+                    f"{verdict.describe()} ({verdict.wrong} of {verdict.judged} elements wrong)",
+                    verdict=verdict,
+                    runs=[run],
+                )
+
+    def same(self, first: Run, second: Run, what: str) -> None:
+        """Two runs gave the same bits on every rank."""
+        self.returned(first)
+        self.returned(second)
+        for rank, (left, right) in enumerate(zip(first.values, second.values, strict=True)):
+            self.same_values(left, right, f"{what}, on rank {rank}" if rank else what, first, second)
+
+    def same_values(self, left: Any, right: Any, what: str, *runs: Run) -> None:
+        """Two results have the same bits; the violation shows the first element that differs."""
+        names_left, names_right = dict(flatten(left)), dict(flatten(right))
+        self.require(
+            names_left.keys() == names_right.keys(), f"{what}: other outputs are None", *runs
+        )
+        for name, tensor in names_left.items():
+            other = names_right[name]
+            self.tally.judged += max(1, tensor.numel())
+            if same_bits(tensor, other):
+                continue
+            if tensor.shape != other.shape or tensor.dtype != other.dtype:
+                raise self.violation(
+                    f"{what}: {list(tensor.shape)} {tensor.dtype} against "
+                    f"{list(other.shape)} {other.dtype}",
+                    runs=runs,
+                )
+            differs = tensor.view(_bits(tensor)) != other.to(tensor.device).view(_bits(other))
+            index = tuple(int(i) for i in differs.nonzero()[0])
+            place = f"{name or 'output'}{list(index)}"
+            raise self.violation(
+                f"{what}: {place} is {float(tensor[index])!r} and then {float(other[index])!r} "
+                f"({int(differs.sum())} of {differs.numel()} elements differ)",
+                runs=runs,
+            )
+
+
+def _outcomes(returned: ranks.Outcome, steps: int) -> list[Outcome]:
+    """A rank's outcomes, step by step, also where the operation raised on the way."""
+    if returned.error is None:
+        return list(returned.value)
+    raised = returned.error.exception
+    if not isinstance(raised, Raised):
+        raise RuntimeError(
+            f"rank {returned.rank} failed outside the operation: {returned.error.type}: "
+            f"{returned.error.message}\n{returned.error.traceback}"
+        )
+    missing = Outcome(refusal=f"not reached, since an earlier call raised {raised}")
+    return [*raised.outcomes, *[missing] * (steps - len(raised.outcomes))]
+
+
+def _bits(tensor: Any) -> Any:
+    import torch
+
+    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+
+
+class _Decide(Protocol):
+    def __call__(self, tail: Tail, trial: Trial) -> None: ...
+
+
+Trials = Callable[[Plan, str], Iterable[Trial]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One test of the suite.
+
+    Attributes:
+        rule: the rule it decides.
+        name: the test function's name.
+        operations: names of the operations it applies to.
+        trials: what it is tried on, for a plan and an operation.
+        decide: raises :class:`Violation` or :class:`NotJudged`.
+        varies: whether its trials have a variation; None where some do.
+    """
+
+    rule: str
+    name: str
+    operations: tuple[str, ...]
+    trials: Trials
+    decide: _Decide
+    varies: bool | None
+
+    def run(self, tail: Tail, trial: Trial) -> Tally:
+        """Decide one trial; the tally says how much was looked at.
+
+        Raises:
+            Violation: the rule is broken.
+            NotJudged: nothing could be decided.
+        """
+        tail.begin(self.rule, trial)
+        if trial.operation in tail.ended:
+            raise NotJudged(f"ended by an earlier trial: {tail.ended[trial.operation]}")
+        try:
+            self.decide(tail, trial)
+        except RankError as error:
+            # Every further trial would wait as long.
+            found = str(error).replace("raised Raised: ", "raised ")
+            tail.ended[trial.operation] = found
+            raise tail.violation(found) from error
+        if tail.tally.judged == 0:
+            raise NotJudged("no element and no comparison")
+        return tail.tally
+
+
+CHECKS: list[Check] = []
+
+
+def checks_rule(
+    rule_id: str,
+    trials: Trials,
+    *,
+    operations: Sequence[str] | None = None,
+    varies: bool | None = False,
+) -> Callable[[_Decide], _Decide]:
+    """Make a function the check of a rule, for all operations of the rule or for those given."""
+    applies = tuple(operations) if operations is not None else rule(rule_id).operations
+
+    def register(function: _Decide) -> _Decide:
+        check = Check(rule_id, function.__name__, applies, trials, function, varies)  # type: ignore[attr-defined]
+        CHECKS.append(check)
+        function.moetail_check = check  # type: ignore[attr-defined]
+        return function
+
+    return register
+
+
+def repeat_command(spec: str, plan: Plan, rule_id: str, trial: Trial) -> str:
+    """The one command that repeats a trial."""
+    words = ["moetail", "check", spec, "--rule", rule_id, "--op", trial.operation]
+    words += ["--case", trial.id]
+    if plan.device != "cpu":
+        words += ["--device", plan.device]
+    return shlex.join(words)
+
+
+def all_trials(
+    check: Check, plan: Plan, provided: Sequence[str], operations: Sequence[str] = ()
+) -> Iterator[Trial]:
+    """The trials of a check on the operations that are provided and asked for, in order."""
+    for name in check.operations:
+        if name in provided and (not operations or name in operations):
+            seen: set[str] = set()
+            for trial in check.trials(plan, name):
+                if trial.id not in seen:
+                    seen.add(trial.id)
+                    yield trial

@@ -1,0 +1,79 @@
+"""LIVE: which slots are alive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from moetail.spec.rules import BOUNDARY, FINALIZE, MOE_OUTPUT
+
+from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.execution import Step, flatten
+from moetail.conformance.trials import draw, trials
+
+
+def _capacity(plan: Plan, name: str) -> Iterator[Trial]:
+    fixed = {"capacity": 5, "poison": "nan"}
+    yield from trials(draw(plan, name, "capacity", plan.pick(1, 6), free=True, fixed=fixed))
+
+
+@checks_rule("LIVE-1", _capacity)
+def test_live_1_only_live_slots_are_read(tail: Tail, trial: Trial) -> None:
+    case = trial.case
+    first, finite, tight = tail.run(
+        Step(case), Step(case.replace(poison="random")), Step(case.replace(capacity=0))
+    )
+    tail.same(finite, first, "NaN in slots that are not live changed the result")
+    tail.same(finite, tight, "slots that are not live changed the result")
+
+
+def _no_tokens(plan: Plan, name: str) -> Iterator[Trial]:
+    count = plan.pick(2, 6)
+    yield from trials(draw(plan, name, "none", count, free=True, fixed={"tokens": 0}))
+
+
+@checks_rule("LIVE-2", _no_tokens)
+def test_live_2_zero_tokens_give_empty_outputs(tail: Tail, trial: Trial) -> None:
+    case = trial.case
+    (run,) = tail.run(Step(case))
+    tail.returned(run)
+    for value in run.values:
+        if case.operation in (FINALIZE, MOE_OUTPUT):
+            outputs = {"output": value}
+        else:
+            tail.require(
+                isinstance(value, (tuple, list)) and len(value) == 2,
+                f"returned {type(value).__name__}, not (hidden, normalized)",
+                run,
+            )
+            outputs = {"hidden": value[0], "normalized": value[1]}
+            if case.next == "none":
+                tail.require(
+                    outputs.pop("normalized") is None, "normalized is not None without next_eps"
+                )
+        for name, output in outputs.items():
+            tail.require(isinstance(output, torch.Tensor), f"{name} is {output!r}, not a tensor")
+            found = f"{list(output.shape)} {output.dtype}"
+            tail.require(
+                tuple(output.shape) == (0, case.hidden) and output.dtype is torch.bfloat16,
+                f"{name} is {found}, not [0, {case.hidden}] torch.bfloat16",
+                run,
+            )
+    if tail.plan.device == "cuda" and case.ranks == 1 and case.operation != BOUNDARY:
+        tail.require(_launches(tail, trial) == 0, "launched a kernel for zero tokens", run)
+
+
+def _launches(tail: Tail, trial: Trial) -> int:
+    """Kernels that a second call launches, as the profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    if trial.case.operation not in (FINALIZE, MOE_OUTPUT):
+        return 0
+    arguments = trial.case.arguments(device="cuda")
+    function = tail.implementation.get(trial.operation)
+    assert any(True for _ in flatten(arguments))
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        function(**arguments)
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in recorded.events())

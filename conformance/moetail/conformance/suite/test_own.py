@@ -1,0 +1,135 @@
+"""OWN: which rank owns which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moetail.spec.rules import GATHER
+
+from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.execution import Step
+from moetail.conformance.trials import draw, trials
+
+_STRATEGIES = ("oneshot", "twoshot", "unfused")
+
+
+def _uneven(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        # T that W does not divide, that leaves a rank without tokens, and fewer tokens than ranks.
+        for tokens in sorted({1, ranks + 1, max(1, 2 * ranks - 1), 3 * ranks + 1}):
+            for strategy in _STRATEGIES if plan.profile != "quick" else ("oneshot", "twoshot"):
+                fixed = {"tokens": tokens, "strategy": strategy, "top_k": 2, "hidden": 256}
+                yield from trials(
+                    draw(plan, name, (tokens, strategy), 1, "grid", fixed=fixed, ranks=(ranks,))
+                )
+
+
+@checks_rule("OWN-1", _uneven)
+def test_own_1_consecutive_blocks(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+def _padded(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        for strategy in _STRATEGIES:
+            fixed = {"tokens": ranks + 1, "capacity": 3, "strategy": strategy, "poison": "nan"}
+            yield from trials(
+                draw(plan, name, strategy, 1, free=True, fixed=fixed, ranks=(ranks,))
+            )
+
+
+@checks_rule("OWN-2", _padded)
+def test_own_2_padding_contributes_nothing(tail: Tail, trial: Trial) -> None:
+    case = trial.case
+    first, finite, tight = tail.run(
+        Step(case), Step(case.replace(poison="random")), Step(case.replace(capacity=0))
+    )
+    tail.same(finite, first, "NaN in padding or capacity slots changed the result")
+    tail.same(finite, tight, "capacity slots changed the result")
+
+
+def _several_ranks(plan: Plan, name: str) -> Iterator[Trial]:
+    several = [ranks for ranks in plan.group_sizes(name) if ranks > 1]
+    strategies = _STRATEGIES if name == GATHER else (None,)
+    for strategy in strategies:
+        fixed = {"strategy": strategy} if strategy else {}
+        yield from trials(
+            draw(
+                plan,
+                name,
+                ("replicas", strategy),
+                plan.pick(1, 4),
+                "wide" if name != GATHER else "normal",
+                free=True,
+                fixed=fixed,
+                ranks=several,
+            )
+        )
+
+
+@checks_rule("OWN-3", _several_ranks)
+def test_own_3_replicas_are_bit_identical(tail: Tail, trial: Trial) -> None:
+    (run,) = tail.run(Step(trial.case))
+    tail.returned(run)
+    for rank, value in enumerate(run.values[1:], start=1):
+        tail.same_values(run.values[0], value, f"ranks 0 and {rank} differ", run)
+
+
+def _strategies(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        for strategy in (*_STRATEGIES, None):
+            fixed = {"strategy": strategy, "post": "affine", "next": "affine"}
+            fixed |= {"routed_scale": 2.5, "scales": (0.5, 1.0)}
+            yield from trials(
+                draw(
+                    plan,
+                    name,
+                    strategy,
+                    plan.pick(1, 3),
+                    free=True,
+                    fixed=fixed,
+                    ranks=(ranks,),
+                )
+            )
+
+
+@checks_rule("OWN-4", _strategies, operations=(GATHER,))
+def test_own_4_every_strategy_conforms(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+def _thresholds(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        fixed = {"tokens": 5, "strategy": None}
+        yield from trials(draw(plan, name, "threshold", 1, fixed=fixed, ranks=(ranks,)))
+
+
+@checks_rule("OWN-4", _thresholds, operations=(GATHER,))
+def test_own_4_the_default_follows_the_thresholds(tail: Tail, trial: Trial) -> None:
+    """What can be observed of the choice: only "unfused" goes through the workspace's hook."""
+    case = trial.case
+    tokens = case.tokens
+    expected = {
+        (tokens, None): False,  # oneshot up to the first threshold, that T included
+        (tokens - 1, None): False,  # twoshot, as there is no second threshold
+        (tokens - 1, tokens): True,  # unfused from the second threshold on
+        (tokens - 1, tokens + 1): False,  # twoshot between the two
+        (tokens, 1): False,  # oneshot comes first where both hold
+    }
+    runs = tail.run(*(Step(case, thresholds=pair) for pair in expected))
+    for run, ((oneshot, separate), through_hook) in zip(runs, expected.items(), strict=True):
+        tail.conforms(run)
+        for outcome in run.outcomes:
+            if through_hook and outcome.hook_calls == 0 and not _has_hook(tail):
+                raise NotJudged("the workspace has no all_gather hook to observe")
+            tail.require(
+                (outcome.hook_calls > 0) == through_hook,
+                f"T = {tokens}, oneshot_max_tokens = {oneshot}, separate_norm_min_tokens = "
+                f"{separate}: all_gather was called {outcome.hook_calls} times; "
+                + ("unfused calls it" if through_hook else "only unfused calls it"),
+                run,
+            )
+
+
+def _has_hook(tail: Tail) -> bool:
+    return tail.implementation.provides("BeamAllReduceWorkspace")

@@ -1,0 +1,88 @@
+"""PACK: how rows are packed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from moetail.spec.rules import ALLREDUCE, MOE_OUTPUT, ROUTE_MAJOR
+
+from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.execution import Step
+from moetail.conformance.refusing import must_refuse, refusal_trials
+from moetail.conformance.trials import draw, trials
+
+
+@checks_rule("PACK-1", refusal_trials("PACK-1"), varies=True)
+def test_pack_1_refuses_rows_that_are_not_dense(tail: Tail, trial: Trial) -> None:
+    if trial.operation == ROUTE_MAJOR:
+        function = tail.implementation.get(ROUTE_MAJOR)
+        arguments = trial.case.arguments(device=tail.plan.device)
+        routes = arguments["routes"]
+        wide = torch.cat([routes, routes], dim=-1)
+        arguments["routes"] = wide[..., : routes.shape[-1]]
+        try:
+            function(**arguments)
+        except Exception:
+            tail.require(True, "")
+            return
+        tail.require(False, "took rows that are not contiguous")
+    must_refuse(tail, trial)
+
+
+def _wrappings(plan: Plan, name: str) -> Iterator[Trial]:
+    count = plan.pick(2, 8)
+    fixed = {"layout": "permuted", "local": 0.5, "tokens": 6, "top_k": 4}
+    for case in draw(plan, name, "padding", count, free=True, fixed=fixed):
+        yield Trial(name, case, "more-rows")
+
+
+@checks_rule("PACK-2", _wrappings, varies=True)
+def test_pack_2_padding_changes_no_bit(tail: Tail, trial: Trial) -> None:
+    case = trial.case
+    poisons = [poison for poison in ("nan", "inf", "huge", "random") if poison != case.poison]
+    first, more, wider, *others = tail.run(
+        Step(case),
+        Step(case, trial.variation),
+        Step(case.replace(tile=32 if case.tile != 32 else 16)),
+        *(Step(case.replace(poison=poison)) for poison in poisons),
+    )
+    tail.same(first, more, "137 more padding rows changed the result")
+    tail.same(first, wider, "a wider tile changed the result")
+    for poison, run in zip(poisons, others, strict=True):
+        tail.same(first, run, f"{poison} instead of {case.poison} in unreferenced rows changed it")
+
+
+def _route_major(plan: Plan, name: str) -> Iterator[Trial]:
+    count = plan.pick(2, 8)
+    fixed = {"layout": "route_major", "top_k": 4, "tokens": 5, "local": 0.5}
+    if name in (MOE_OUTPUT, ALLREDUCE):
+        fixed |= {"weights": "fp32"}
+    yield from trials(draw(plan, name, "route-major", count, "grid", fixed=fixed))
+
+
+@checks_rule("PACK-3", _route_major)
+def test_pack_3_route_major_is_the_identity(tail: Tail, trial: Trial) -> None:
+    if trial.operation != ROUTE_MAJOR:
+        tail.conforms(*tail.run(Step(trial.case)))
+        return
+    arguments = trial.case.arguments(device=tail.plan.device)
+    made = tail.implementation.get(ROUTE_MAJOR)(**arguments)
+    ids, expert_map = arguments["topk_ids"].long(), arguments["expert_map"]
+    if ids.numel() == 0:
+        raise NotJudged("no routes")
+    index = made.expanded_idx_to_permuted_idx
+    tail.require(index.dtype == torch.int32, f"the map is {index.dtype}, not torch.int32")
+    tail.require(tuple(index.shape) == tuple(ids.shape), f"the map has shape {list(index.shape)}")
+    rows = made.gemm2_permuted
+    tail.require(
+        rows.dim() == 2 and rows.shape[0] == ids.numel(),
+        f"rows have shape {list(rows.shape)}; there are T * K = {ids.numel()} rows on every rank",
+    )
+    tail.require(made.route_major is True, f"route_major is {made.route_major!r}")
+    for token in range(ids.shape[0]):
+        for slot in range(ids.shape[1]):
+            local = expert_map is None or int(expert_map[ids[token, slot]]) >= 0
+            expected = token * ids.shape[1] + slot if local else -1
+            found = int(index[token, slot])
+            tail.require(found == expected, f"map[{token}, {slot}] = {found}; it is {expected}")

@@ -1,0 +1,47 @@
+"""ROUND: where values are rounded.
+
+Each rule has its own sources of values, on which it decides and the other rules do not.
+"""
+
+from __future__ import annotations
+
+from moetail.conformance.checks import Tail, Trial, checks_rule
+from moetail.conformance.execution import Step
+from moetail.conformance.trials import aimed
+
+
+@checks_rule("ROUND-1", aimed("accumulate"))
+def test_round_1_the_reduction_accumulates_in_fp32(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-2", aimed("scale", "scale-round"))
+def test_round_2_rounded_before_the_scale_and_after(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-3", aimed("ties", "ties-down", "ties-up", "ties-near"))
+def test_round_3_to_nearest_ties_to_even(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule(
+    "ROUND-4", aimed("norm-affine", "norm-eps", "norm-mean", "norm-outlier", "norm-prenorm")
+)
+def test_round_4_norms_are_fp32_on_the_rounded_input(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-5", aimed("residual"))
+def test_round_5_each_residual_product_is_rounded(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-6", aimed("hidden"))
+def test_round_6_the_next_norm_takes_the_rounded_hidden(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-7", aimed("shared", "allreduce"))
+def test_round_7_shared_after_the_scale_and_ranks_before_the_norm(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))

@@ -1,0 +1,154 @@
+"""RUN: how an implementation behaves when it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from moetail.spec.rules import ALLREDUCE, CONVERT, FINALIZE, GATHER, MOE_OUTPUT, ROUTE_MAJOR
+
+from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.execution import Step, flatten, same_bits
+from moetail.conformance.trials import draw, general, trials
+
+_CONVERSIONS = (CONVERT, ROUTE_MAJOR)
+
+
+@checks_rule("RUN-1", general("normal", quick=1, full=4))
+def test_run_1_the_same_bits_run_after_run(tail: Tail, trial: Trial) -> None:
+    first, *others = tail.run(*[Step(trial.case)] * 4)
+    for run in others:
+        tail.same(first, run, "the same inputs gave other bits")
+
+
+@checks_rule("RUN-2", general("normal", quick=1, full=4))
+def test_run_2_inputs_are_not_modified(tail: Tail, trial: Trial) -> None:
+    if trial.operation in _CONVERSIONS:
+        arguments = trial.case.arguments(device=tail.plan.device)
+        before = {name: tensor.clone() for name, tensor in flatten(arguments)}
+        tail.implementation.get(trial.operation)(**arguments)
+        for name, tensor in flatten(arguments):
+            tail.require(same_bits(tensor, before[name]), f"modified its input {name}")
+        return
+    (run,) = tail.run(Step(trial.case))
+    tail.returned(run)
+    for rank, outcome in enumerate(run.outcomes):
+        where = f" on rank {rank}" if rank else ""
+        tail.require(
+            not outcome.changed, f"modified its input {', '.join(outcome.changed)}{where}", run
+        )
+
+
+def _plain(plan: Plan, name: str) -> Iterator[Trial]:
+    yield from trials(draw(plan, name, "written", plan.pick(2, 6), "grid"))
+
+
+@checks_rule("RUN-3", _plain)
+def test_run_3_every_element_is_written(tail: Tail, trial: Trial) -> None:
+    """Destinations and fresh memory hold NaN before, and on these values no result is NaN."""
+    case = trial.case
+    (run,) = tail.run(Step(case, fill=True))
+    tail.returned(run)
+    for rank, outcome in enumerate(run.outcomes):
+        where = f"rank {rank}: " if rank else ""
+        tail.require(
+            outcome.destination, f"{where}returned a tensor other than the given output", run
+        )
+        for name, output in flatten(outcome.value):
+            tail.tally.judged += output.numel()
+            unwritten = output.isnan()
+            if bool(unwritten.any()):
+                index = [int(i) for i in unwritten.nonzero()[0]]
+                raise tail.violation(
+                    f"{where}{name or 'output'}{index} is not written: it holds the NaN that was "
+                    f"there before ({int(unwritten.sum())} of {output.numel()} elements)",
+                    runs=[run],
+                )
+
+
+def _replays(plan: Plan, name: str) -> Iterator[Trial]:
+    fixed = {"layout": "route_major"} if name in (MOE_OUTPUT, ALLREDUCE) else {}
+    count = plan.pick(1, 4)
+    yield from trials(draw(plan, name, "replay", count, "grid", fixed={**fixed, "tokens": 5}))
+
+
+@checks_rule("RUN-4", _replays)
+def test_run_4_changed_inputs_in_the_same_buffers(tail: Tail, trial: Trial) -> None:
+    """What a replayed graph does, eagerly: new values at the addresses of the call before."""
+    case = trial.case
+    other = case.replace(seed=case.seed + 1)
+    first, second, again = tail.run(Step(case), Step(other, reuse=True), Step(case, reuse=True))
+    (fresh,) = tail.run(Step(other))
+    tail.same(second, fresh, "with new values in the buffers of the call before, other bits")
+    tail.same(first, again, "with the first values back in the same buffers, other bits")
+
+
+def _sequences(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        for number in range(plan.pick(1, 3)):
+            yield from trials(
+                draw(plan, name, ("sequence", number), 1, "grid", fixed={"tokens": 9},
+                     ranks=(ranks,))
+            )
+
+
+@checks_rule("RUN-5", _sequences)
+def test_run_5_one_workspace_serves_any_sequence(tail: Tail, trial: Trial) -> None:
+    """Each call of a sequence on one workspace equals the same call on a fresh one."""
+    case = trial.case
+    rng = tail.plan.random("sequence", trial.id)
+    sizes = [9, 1, 0, 9, 2 * case.ranks + 1, 0, case.ranks, 9]
+    if case.operation == GATHER:
+        kinds = [{"strategy": rng.choice(("oneshot", "twoshot", "unfused", None))} for _ in sizes]
+    else:
+        kinds = [{} for _ in sizes]
+    cases = [
+        case.replace(tokens=size, seed=case.seed + number, **kind)
+        for number, (size, kind) in enumerate(zip(sizes, kinds, strict=True))
+    ]
+    most = max(sizes)
+    sequence = tail.run(*(Step(each, max_tokens=most) for each in cases))
+    for each, run in zip(cases, sequence, strict=True):
+        if each.tokens:
+            (alone,) = tail.run(Step(each, max_tokens=most))
+            what = f"T = {each.tokens} after other sizes on the same workspace gave other bits"
+            tail.same(run, alone, what)
+
+
+def _far(plan: Plan, name: str) -> Iterator[Trial]:
+    if name not in (MOE_OUTPUT, ALLREDUCE):
+        return
+    several = [ranks for ranks in plan.group_sizes(name) if ranks <= 2][:1]
+    fixed = {"layout": "permuted", "tokens": 3, "top_k": 2, "hidden": 4096}
+    for case in draw(plan, name, "far", 1, "grid", fixed=fixed, ranks=several):
+        yield Trial(name, case, "past-int32")
+
+
+@checks_rule("RUN-6", _far, varies=True)
+def test_run_6_offsets_past_two_to_the_31(tail: Tail, trial: Trial) -> None:
+    try:
+        near, far = tail.run(
+            Step(trial.case), Step(trial.case, trial.variation, snapshot=False)
+        )
+    except MemoryError as error:
+        raise NotJudged(f"no memory for a buffer past 2^31 elements: {error}") from None
+    if any("memory" in outcome.refusal.lower() for outcome in far.outcomes):
+        raise NotJudged("no memory for a buffer past 2^31 elements")
+    tail.same(near, far, "rows past 2^31 elements gave other bits")
+
+
+def _zeros(plan: Plan, name: str) -> Iterator[Trial]:
+    strategies = ("oneshot", "twoshot", "unfused") if name == GATHER else (None,)
+    for strategy in strategies:
+        fixed = {"strategy": strategy} if strategy else {}
+        yield from trials(
+            draw(plan, name, ("zeros", strategy), plan.pick(1, 3), "zeros", fixed=fixed)
+        )
+
+
+@checks_rule("RUN-7", _zeros)
+def test_run_7_negative_zeros_in_the_payload(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+_ = (FINALIZE, torch)
