@@ -1,0 +1,163 @@
+"""Sessions for the checks of every day, and for kernels on a GPU of each architecture.
+
+``nox`` alone runs what needs no GPU. The other sessions are ``nox -s "conformance(sm90)"`` and
+``nox -s "bench(sm90)"``: on a machine without that GPU they say so and skip, or fail with
+``-- --require-gpu``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "virtualenv"
+nox.options.sessions = ["lint", "types", "tests", "check", "mutants", "build"]
+
+PACKAGES = [f"{root}/moetail" for root in ("spec", "reference", "kernels", "conformance")]
+GROUPS = nox.project.load_toml("pyproject.toml")
+
+# Compute capability by the name of the architecture.
+ARCHITECTURES = {"sm80": "8.0", "sm90": "9.0", "sm100": "10.0", "sm120": "12.0"}
+
+# A CUDA compiler without a CUDA installation: nvcc, its front end, its back end, and the headers
+# that kernels include. The constraints pin the release.
+COMPILER = [
+    "nvidia-cuda-nvcc",
+    "nvidia-cuda-crt",
+    "nvidia-nvvm",
+    "nvidia-cuda-cccl",
+    "nvidia-cuda-runtime",
+]
+
+
+def install(session: nox.Session, *, project: bool = True, groups: tuple[str, ...] = ()) -> None:
+    """The project in editable form and dependency groups, or nothing with ``--no-venv``."""
+    if session.venv_backend == "none":
+        return
+    wanted = [item for group in groups for item in nox.project.dependency_groups(GROUPS, group)]
+    if project:
+        wanted += ["-e", ".[conformance,kernels]"]
+    session.install("-c", "constraints.txt", *wanted)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style and format."""
+    install(session, project=False, groups=("lint",))
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict types in the four packages."""
+    install(session, groups=("types",))
+    session.run("mypy", *PACKAGES)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Unit tests of the four packages; arguments go to pytest."""
+    install(session, groups=("test",))
+    session.run("python", "-m", "pytest", *(session.posargs or ["-q"]))
+
+
+@nox.session
+def check(session: nox.Session) -> None:
+    """The reference against the suite; arguments replace ``--profile quick``."""
+    install(session)
+    arguments = session.posargs or ["--profile", "quick"]
+    session.run("moetail", "check", "reference", "--ranks", "1,2,3,4,8", *arguments)
+
+
+@nox.session
+def mutants(session: nox.Session) -> None:
+    """The suite against implementations that each break one rule, and legal ones."""
+    install(session)
+    session.run("moetail", "mutants", *session.posargs)
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Compile the kernels for every architecture; no GPU needed."""
+    install(session)
+    session.run(
+        "python",
+        "-m",
+        "moetail.kernels.build",
+        *(session.posargs or ARCHITECTURES),
+        env=nvcc(session),
+    )
+
+
+@nox.session
+@nox.parametrize("arch", list(ARCHITECTURES), ids=list(ARCHITECTURES))
+def conformance(session: nox.Session, arch: str) -> None:
+    """The kernels against the suite on a GPU; other arguments replace ``--profile full``."""
+    arguments = on_gpu(session, arch) or ["--profile", "full"]
+    install(session)
+    session.run(
+        "moetail",
+        "check",
+        "kernels",
+        "--device",
+        "cuda",
+        "--require-gpu",
+        *arguments,
+        env=nvcc(session),
+    )
+
+
+@nox.session
+@nox.parametrize("arch", list(ARCHITECTURES), ids=list(ARCHITECTURES))
+def bench(session: nox.Session, arch: str) -> None:
+    """The kernels against their floors and peers; other arguments go to pytest."""
+    arguments = on_gpu(session, arch)
+    install(session, groups=("test",))
+    session.run("python", "-m", "pytest", "kernels/benchmarks", *arguments, env=nvcc(session))
+
+
+def on_gpu(session: nox.Session, arch: str) -> list[str]:
+    """The session's arguments, where the machine has that GPU; otherwise skip, or fail."""
+    arguments = [item for item in session.posargs if item != "--require-gpu"]
+    found = gpus()
+    if ARCHITECTURES[arch] not in found:
+        here = f"of compute capability {', '.join(sorted(set(found)))}" if found else "no GPU"
+        message = f"{arch} needs a GPU of compute capability {ARCHITECTURES[arch]}; here: {here}"
+        if "--require-gpu" in session.posargs:
+            session.error(message)
+        session.skip(message)
+    return arguments
+
+
+def gpus() -> list[str]:
+    """The compute capability of each GPU of the machine."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)
+    return answer.stdout.split() if answer.returncode == 0 else []
+
+
+def nvcc(session: nox.Session) -> dict[str, str]:
+    """What the environment needs for a CUDA compiler: the machine's own, or one from packages."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if shutil.which("nvcc") or (home and (Path(home) / "bin" / "nvcc").exists()):
+        return {}
+    if session.venv_backend == "none":
+        session.error("no nvcc: set CUDA_HOME, or let nox make its environment")
+    session.install("-c", "constraints.txt", *COMPILER)
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = session.run("python", "-c", purelib, silent=True)
+    toolkit = Path(str(site).strip()) / "nvidia" / "cu13"
+    # The packages lay files out for run time; linking looks for these two names.
+    for link, target in (("lib64", "lib"), ("lib/libcudart.so", "libcudart.so.13")):
+        if not (toolkit / link).exists():
+            (toolkit / link).symlink_to(target)
+    path = os.pathsep.join((str(toolkit / "bin"), os.environ.get("PATH", "")))
+    return {"CUDA_HOME": str(toolkit), "PATH": path}
