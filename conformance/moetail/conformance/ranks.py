@@ -28,6 +28,7 @@ import json
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import struct
@@ -69,8 +70,8 @@ _WATCH_TIMEOUT = 5.0
 # Our own limits must come first, so that the pool can say which rank is at fault.
 _COLLECTIVE_TIMEOUT = timedelta(days=1)
 _BOOTSTRAP = (
-    "import sys; sys.path[:] = sys.argv[2:]; "
-    "from moetail.conformance.ranks import _serve; _serve(int(sys.argv[1]))"
+    "import sys; sys.path[:] = sys.argv[3:]; "
+    "from moetail.conformance.ranks import _serve; _serve(int(sys.argv[1]), sys.argv[2])"
 )
 
 
@@ -241,10 +242,7 @@ class RankPool:
 
     def _ensure(self, ranks: int) -> None:
         """The processes, and the group of ``ranks`` ranks."""
-        if self._server.pids and (gone := self._server.gone()):
-            died = "; ".join(
-                f"rank {rank} died ({_exit(self._server.exit_code(rank))})" for rank in gone
-            )
+        if died := self._server.ended():
             warnings.warn(
                 f"{died} after {self._last}; the pool starts again", RuntimeWarning, stacklevel=3
             )
@@ -545,6 +543,7 @@ class _Server:
         self.groups: set[int] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._directory: str | None = None
         _servers.add(self)
 
     def start(self, size: int) -> None:
@@ -580,12 +579,18 @@ class _Server:
             )
         self.pids = tuple(answer["pids"])
 
-    def gone(self) -> list[int]:
-        """The idle ranks that have died: an idle rank's socket is readable only at its end."""
+    def ended(self) -> str:
+        """What has died since the last call, in words."""
+        if not self.pids or self._process is None:
+            return ""
+        if (code := self._process.poll()) is not None:
+            return f"the server of the ranks died ({_exit(code)})"
         with selectors.DefaultSelector() as selector:
             for rank, channel in enumerate(self.calls):
                 selector.register(channel, selectors.EVENT_READ, rank)
-            return sorted(key.data for key, _ in selector.select(0))
+            # An idle rank's socket is readable only at its end.
+            gone = sorted(key.data for key, _ in selector.select(0))
+        return "; ".join(f"rank {rank} died ({_exit(self.exit_code(rank))})" for rank in gone)
 
     def exit_code(self, rank: int) -> int | None:
         answer = self._ask({"do": "exit", "rank": rank})
@@ -629,6 +634,10 @@ class _Server:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        if self._directory is not None:
+            # The server has done this, unless it was killed.
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
         self._release()
 
     def abandon(self) -> None:
@@ -637,6 +646,7 @@ class _Server:
         if self._process is not None:
             self._process.returncode = 0  # not this process's child, so nothing to wait for
             self._process = None
+        self._directory = None
         self.close()
 
     def _release(self) -> None:
@@ -648,6 +658,7 @@ class _Server:
         self.pids = ()
 
     def _launch(self) -> None:
+        self._directory = tempfile.mkdtemp(prefix="moetail-ranks-")
         here, there = socket.socketpair()
         environment = dict(os.environ)
         for name, value in _environment(self.device).items():
@@ -656,7 +667,10 @@ class _Server:
             try:
                 # A session of its own: Ctrl-C reaches the parent alone, which then ends the ranks.
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _BOOTSTRAP, str(there.fileno()), *_path()],
+                    [
+                        *(sys.executable, "-c", _BOOTSTRAP),
+                        *(str(there.fileno()), self._directory, *_path()),
+                    ],
                     stdin=subprocess.DEVNULL,
                     pass_fds=[there.fileno()],
                     env=environment,
@@ -717,32 +731,32 @@ def _environment(device: str) -> dict[str, str]:
 # The server's side
 
 
-def _serve(control_fd: int) -> None:
+def _serve(control_fd: int, directory: str) -> None:
     """The server: start and end ranks as the parent asks, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     control = socket.socket(fileno=control_fd)
     control.set_inheritable(False)
     pids: list[int] = []
-    with tempfile.TemporaryDirectory(prefix="moetail-ranks-") as directory:
-        try:
-            for generation in itertools.count():
-                fds: list[int] = []
-                if control.recv(1, socket.MSG_PEEK) == b"+":
-                    _, fds, _, _ = socket.recv_fds(control, 1, 512)
-                request = json.loads(_receive(control))
-                answer: dict[str, Any] = {}
-                if request["do"] == "exit":
-                    answer = {"code": _exit_code(pids[request["rank"]])}
-                else:
-                    _end(pids)
-                if request["do"] == "start":
-                    store = os.path.join(directory, str(generation))
-                    answer = _start(request, fds, store, control, pids)
-                _send(control, json.dumps(answer).encode())
-        except (EOFError, OSError):
-            pass  # the parent is gone
-        finally:
-            _end(pids)
+    try:
+        for generation in itertools.count():
+            fds: list[int] = []
+            if control.recv(1, socket.MSG_PEEK) == b"+":
+                _, fds, _, _ = socket.recv_fds(control, 1, 512)
+            request = json.loads(_receive(control))
+            answer: dict[str, Any] = {}
+            if request["do"] == "exit":
+                answer = {"code": _exit_code(pids[request["rank"]])}
+            else:
+                _end(pids)
+            if request["do"] == "start":
+                store = os.path.join(directory, str(generation))
+                answer = _start(request, fds, store, control, pids)
+            _send(control, json.dumps(answer).encode())
+    except (EOFError, OSError):
+        pass  # the parent is gone
+    finally:
+        _end(pids)
+        shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)  # taking the interpreter and torch down in order takes half a second
 
 
