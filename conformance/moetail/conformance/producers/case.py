@@ -22,14 +22,13 @@ from moetail.spec.rules import (
     ROUTE_MAJOR,
 )
 
-__all__ = ["LAYOUTS", "POISONS", "WEIGHT_DTYPES", "Arguments", "Case"]
+__all__ = ["LAYOUTS", "POISONS", "STRATEGIES", "WEIGHT_DTYPES", "Arguments", "Case", "options_of"]
 
 Arguments = dict[str, Any]
 
 POISONS = ("nan", "inf", "huge", "random")
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORMS = ("none", "norm", "affine")
-STRATEGIES = ("fused", "unfused", "oneshot", "twoshot")
 
 # The layouts that each operation takes, its usual one first. "plain": no routes at all.
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -42,7 +41,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     MOE_OUTPUT: ("permuted", "route_major", "identity"),
     ALLREDUCE: ("permuted", "route_major", "identity"),
 }
-_STRATEGIES: dict[str, tuple[str, ...]] = {
+STRATEGIES: dict[str, tuple[str, ...]] = {
     FUSED: ("fused", "unfused"),
     GATHER: ("oneshot", "twoshot", "unfused"),
 }
@@ -51,6 +50,24 @@ _HAS_BOUNDARY = (BOUNDARY, FUSED, GATHER, ALLREDUCE)
 _HAS_REMOTE = (CONVERT, ROUTE_MAJOR, MOE_OUTPUT, ALLREDUCE)
 _HAS_OUTPUT = (MOE_OUTPUT, ALLREDUCE)
 _BOUNDED = (FINALIZE, FUSED, GATHER)  # 256 <= H <= 8192, H % 256 == 0
+
+# The operations that an option means something to; options not listed apply to all.
+_APPLIES: dict[str, tuple[str, ...]] = {
+    "ranks": (GATHER, ALLREDUCE),
+    "weights": _HAS_REMOTE,
+    "capacity": (FINALIZE, FUSED, GATHER, CONVERT, MOE_OUTPUT, ALLREDUCE),
+    "routed_scale": (FINALIZE, FUSED, GATHER, *_HAS_OUTPUT),
+    "post": _HAS_POST,
+    "next": _HAS_BOUNDARY,
+    "scales": _HAS_BOUNDARY,
+    "shared": _HAS_OUTPUT,
+    "local": _HAS_REMOTE,
+    "routed": (CONVERT, *_HAS_OUTPUT),
+    "flat": (CONVERT, ROUTE_MAJOR),
+    "aliased": (CONVERT,),
+    "strategy": tuple(STRATEGIES),
+    "poison": tuple(name for name in LAYOUTS if name != BOUNDARY),
+}
 
 # Fields that say how the values are wrapped, not what they are: cases that differ in nothing else
 # draw the same values, which makes them comparable (PACK-2, ROUTE-2, OWN-4).
@@ -255,21 +272,11 @@ class Case:
         self._one_of("next", NORMS)
         self._one_of("poison", POISONS)
         self._one_of("routed", ("routes", "finalized"))
-        self._one_of("strategy", (None, *_STRATEGIES.get(self.operation, ())))
-        self._only("ranks", (GATHER, ALLREDUCE))
-        self._only("weights", _HAS_REMOTE)
-        self._only("capacity", (FINALIZE, FUSED, GATHER, CONVERT, MOE_OUTPUT, ALLREDUCE))
-        self._only("routed_scale", (FINALIZE, FUSED, GATHER, *_HAS_OUTPUT))
-        self._only("post", _HAS_POST)
-        self._only("next", _HAS_BOUNDARY)
-        self._only("scales", _HAS_BOUNDARY)
-        self._only("shared", _HAS_OUTPUT)
-        self._only("local", _HAS_REMOTE)
-        self._only("routed", (CONVERT, *_HAS_OUTPUT))
-        self._only("flat", (CONVERT, ROUTE_MAJOR))
-        self._only("aliased", (CONVERT,))
+        self._one_of("strategy", (None, *STRATEGIES.get(self.operation, ())))
+        for name, operations in _APPLIES.items():
+            self._only(name, operations)
         if self.operation == BOUNDARY:
-            for name, value in (("top_k", 1), ("poison", "nan"), ("experts", 8)):
+            for name, value in (("top_k", 1), ("experts", 8)):
                 if getattr(self, name) != value:
                     self._fail(name, f"must be {value} for {self.operation}, which has no routes")
         for norm in ("post", "next"):
@@ -390,6 +397,11 @@ class Case:
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank: {rank}; must lie in 0..{self.ranks - 1}")
         return make_arguments(self, rank, torch.device(device))
+
+
+def options_of(operation: str) -> frozenset[str]:
+    """The options, of those that not every operation has, that mean something to this one."""
+    return frozenset(name for name, operations in _APPLIES.items() if operation in operations)
 
 
 def _default(name: str) -> Any:
