@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moetail.conformance.judge import admit_reduction, admit_round
+from moetail.conformance.judge.summation import _sum_to_odd
 
 FP32_OVERFLOW = 2.0**128 - 2.0**103
 
@@ -54,7 +55,7 @@ def ties(draw, most=4):
 
 @st.composite
 def cancelling(draw, most=4):
-    """Terms that nearly cancel, in pairs and as a whole, so that orders leave different residues."""
+    """Terms that nearly cancel in pairs, so that orders leave different residues."""
     pairs = draw(_pairs(draw(st.integers(1, 2)), st.integers(-2, 2), st.integers(-2, 0)))
     for w, x in list(pairs):
         nudge = draw(st.integers(-2, 2)) * math.ldexp(1.0, math.frexp(w)[1] - 24)
@@ -279,6 +280,11 @@ def test_sampled_orders_of_many_routes_are_admitted(routes, dtype, spread):
             assert bool(admit_round(a).admits(total.bfloat16()).all())
 
 
+def test_gradual_products_round_up():
+    """A product near the smallest subnormal is rounded by half of that, not by u."""
+    assert_admitted([(0.00017941166879609227, 9.183549615799121e-41)], {12 * 2.0**-149})
+
+
 def test_dead_routes_are_not_read():
     rows = torch.tensor([[1.0, 2.0], [math.nan, math.inf], [3.0, -1.0]], dtype=torch.bfloat16)
     weights = torch.tensor([[0.5, math.nan, 0.25], [math.inf, math.nan, -math.inf]])
@@ -341,3 +347,33 @@ def test_classes(exact, pairs, expected):
 def admitted_any(pairs):
     rows = torch.tensor([[[x] for _, x in pairs]], dtype=torch.bfloat16)
     return admit_reduction(rows, torch.tensor([[w for w, _ in pairs]]), None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    accumulator=st.one_of(st.just(1.0), st.floats(width=32, min_value=2.0**-20, max_value=2.0**20)),
+    low=st.integers(128, 255),
+    exponent=st.integers(-40, 10),
+    side=st.sampled_from([1, -1]),
+)
+def test_fma_is_exact(exact, accumulator, low, exponent, side):
+    """Products as near to a power of two as BF16 times FP32 gets: added to a number whose half ulp
+    that power is, float64 loses what decides the tie."""
+    weight = -(-(1 << 31) // low)  # the product is 2^31 and a little
+    pair = (math.ldexp(weight, exponent - 23), side * low / 128)
+    total = _sum_to_odd(
+        torch.tensor([accumulator], dtype=torch.float64),
+        torch.tensor([pair[0] * pair[1]], dtype=torch.float64),
+    )
+    assert total.float().item() == exact.fma(*pair, accumulator)
+
+
+def test_fma_at_a_tie(exact):
+    weight = ((1 << 31) + 2) // 205
+    pair = (math.ldexp(weight, -48), 205 / 128)  # 2^-24 * (1 + 2^-30)
+    total = _sum_to_odd(
+        torch.ones(1, dtype=torch.float64),
+        torch.tensor([pair[0] * pair[1]], dtype=torch.float64),
+    )
+    assert total.float().item() == exact.fma(*pair, 1.0) == 1.0 + 2.0**-23
+    assert torch.tensor(1.0 + pair[0] * pair[1], dtype=torch.float64).float().item() == 1.0

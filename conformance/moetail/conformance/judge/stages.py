@@ -164,7 +164,7 @@ def admit_rank_sum(parts: Sequence[Admissible]) -> Admissible:
     small = torch.maximum(lo.abs(), hi.abs())
     least = torch.where(small > 0, torch.minimum(lo.abs(), hi.abs()), INFINITY).amin(dim=0)
     # Multiples of 2^-133 whose sums may be subnormal, and flushed: below 2^-118 only.
-    slack = torch.where(least < 2.0**-118, (ranks - 1) * TINY, 0.0)
+    slack = (least < 2.0**-118).double() * ((ranks - 1) * TINY)
     sum_lo, sum_hi = total_lo - error - slack, total_hi + error + slack
     if bool((magnitude >= 2.0**127).any()):
         positive, negative = hi.clamp(min=0).sum(dim=0), (-lo).clamp(min=0).sum(dim=0)
@@ -262,7 +262,7 @@ def _unusual_sum(terms: Tensor, absent: Tensor, leaves: Tensor | int, *, exact: 
     finite_total, magnitude = finite.sum(dim=1), small.sum(dim=1)
     positive, negative = 0.5 * (magnitude + finite_total), 0.5 * (magnitude - finite_total)
     error = error_bound(finite_total, magnitude, leaves, exact=exact)
-    slack = torch.where((small < TINY) & (small > 0), HALF_QUANTUM, 0.0).sum(dim=1)
+    slack = ((small < TINY) & (small > 0)).sum(dim=1).double() * HALF_QUANTUM
     adds = torch.as_tensor(leaves, dtype=torch.float64, device=terms.device) - 1.0
     may_flush = ((small < _NO_UNDERFLOW) & (small > 0)).any(dim=1)
     slack = slack + torch.where(may_flush, adds.clamp(min=0) * TINY, 0.0)
