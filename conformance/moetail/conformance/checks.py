@@ -14,18 +14,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from moetail.spec import operation, rule
-
 from moetail.conformance import ranks
-from moetail.conformance.execution import Outcome, Raised, Step, execute, flatten, same_bits
+from moetail.conformance.execution import (
+    Outcome,
+    Raised,
+    Step,
+    execute,
+    flatten,
+    outputs,
+    same_bits,
+)
 from moetail.conformance.implementation import Implementation, load
 from moetail.conformance.judge import Verdict, judge
 from moetail.conformance.producers import Case
 from moetail.conformance.ranks import RankError, RankPool
+from moetail.conformance.workspaces import describe_workspace
+from moetail.spec import operation, rule
+from moetail.spec.rules import WORKSPACE
 
 __all__ = [
     "CHECKS",
     "PROFILES",
+    "TAIL",
     "Check",
     "NotJudged",
     "Plan",
@@ -38,6 +48,9 @@ __all__ = [
 ]
 
 PROFILES = ("quick", "full", "soak")
+
+TAIL = "TAIL"
+"""Stands in a rule's place where whole tails are judged: the diagnosis then names the rule."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +124,7 @@ class Violation(AssertionError):
         found: one sentence, with the first wrong element and what was admissible.
         verdict: the judge's verdict, where the judge decided.
         runs: the runs that showed it.
-        also: other rules that the diagnosis names.
+        diagnosis: which known deviation explains it; set by whoever diagnoses.
     """
 
     def __init__(
@@ -130,6 +143,13 @@ class Violation(AssertionError):
         self.found = found
         self.verdict = verdict
         self.runs = tuple(runs)
+        self.diagnosis = ""
+
+    @property
+    def trace(self) -> str:
+        """The first traceback of the implementation among the runs, or ""."""
+        traces = (outcome.trace for run in self.runs for outcome in run.outcomes if outcome.trace)
+        return next(traces, "")
 
 
 @dataclass
@@ -221,7 +241,26 @@ class Tail:
             by_rank = [_outcomes(outcome, len(steps)) for outcome in returned]
         else:
             by_rank = [execute(None, 0, *arguments)]
-        return [Run(step, list(each)) for step, each in zip(steps, zip(*by_rank), strict=True)]
+        by_step = zip(*by_rank, strict=True)
+        return [Run(step, list(each)) for step, each in zip(steps, by_step, strict=True)]
+
+    def workspaces(
+        self, size: int, hidden_size: int, max_tokens: int, dtype: str
+    ) -> list[dict[str, Any]]:
+        """What ``BeamAllReduceWorkspace.create`` made on each rank of a group of ``size``."""
+        returned = self.pool.run(
+            size,
+            describe_workspace,
+            self.implementation.spec,
+            hidden_size,
+            max_tokens,
+            dtype,
+            operation=WORKSPACE,
+        )
+        for outcome in returned:
+            if outcome.error is not None:
+                raise RuntimeError(f"rank {outcome.rank}: {outcome.error.traceback}")
+        return [outcome.value for outcome in returned]
 
     # --- deciding -----------------------------------------------------------------------------
 
@@ -257,16 +296,47 @@ class Tail:
                     runs=[run],
                 )
 
+    def classes(self, *runs: Run) -> None:
+        """Every element is NaN, infinite or finite where its admissible values are."""
+        for run in runs:
+            self.returned(run)
+            verdict = judge(run.step.case.operation, run.calls, run.values)
+            for output in verdict.outputs:
+                if output.got is None or output.lo is None or output.hi is None:
+                    raise self.violation(verdict.describe(), verdict=verdict, runs=[run])
+                same = (output.lo == output.hi) | output.lo.isnan()
+                judged = same | (output.lo.isfinite() & output.hi.isfinite())
+                infinite = output.lo.isinf() & (output.got != output.lo)
+                wrong = judged & (
+                    (output.got.isnan() != output.lo.isnan())
+                    | (output.got.isinf() != output.lo.isinf())
+                    | infinite
+                )
+                self.tally.judged += int(judged.sum())
+                self.tally.not_judged += int((~judged).sum())
+                if bool(wrong.any()):
+                    index = tuple(int(i) for i in wrong.nonzero()[0])
+                    where = f"rank {output.rank}: " if len(run.outcomes) > 1 else ""
+                    raise self.violation(
+                        f"{where}{output.name}{list(index)} is {float(output.got[index])!r}; "
+                        f"admissible: {float(output.lo[index])!r} "
+                        f"({int(wrong.sum())} of {wrong.numel()} elements are of another class)",
+                        verdict=verdict,
+                        runs=[run],
+                    )
+
     def same(self, first: Run, second: Run, what: str) -> None:
         """Two runs gave the same bits on every rank."""
         self.returned(first)
         self.returned(second)
         for rank, (left, right) in enumerate(zip(first.values, second.values, strict=True)):
-            self.same_values(left, right, f"{what}, on rank {rank}" if rank else what, first, second)
+            self.same_values(
+                left, right, f"{what}, on rank {rank}" if rank else what, first, second
+            )
 
     def same_values(self, left: Any, right: Any, what: str, *runs: Run) -> None:
         """Two results have the same bits; the violation shows the first element that differs."""
-        names_left, names_right = dict(flatten(left)), dict(flatten(right))
+        names_left, names_right = outputs(left), outputs(right)
         self.require(
             names_left.keys() == names_right.keys(), f"{what}: other outputs are None", *runs
         )
@@ -283,7 +353,7 @@ class Tail:
                 )
             differs = tensor.view(_bits(tensor)) != other.to(tensor.device).view(_bits(other))
             index = tuple(int(i) for i in differs.nonzero()[0])
-            place = f"{name or 'output'}{list(index)}"
+            place = f"{name}{list(index)}"
             raise self.violation(
                 f"{what}: {place} is {float(tensor[index])!r} and then {float(other[index])!r} "
                 f"({int(differs.sum())} of {differs.numel()} elements differ)",
@@ -361,6 +431,7 @@ class Check:
 
 
 CHECKS: list[Check] = []
+_COMPUTING = rule("RUN-1").operations
 
 
 def checks_rule(
@@ -371,7 +442,10 @@ def checks_rule(
     varies: bool | None = False,
 ) -> Callable[[_Decide], _Decide]:
     """Make a function the check of a rule, for all operations of the rule or for those given."""
-    applies = tuple(operations) if operations is not None else rule(rule_id).operations
+    if operations is not None:
+        applies = tuple(operations)
+    else:
+        applies = _COMPUTING if rule_id == TAIL else rule(rule_id).operations
 
     def register(function: _Decide) -> _Decide:
         check = Check(rule_id, function.__name__, applies, trials, function, varies)  # type: ignore[attr-defined]

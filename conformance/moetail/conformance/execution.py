@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from moetail.spec import operation
-from moetail.spec.rules import FINALIZE
 from torch import Tensor
 
 from moetail.conformance import variations
 from moetail.conformance.implementation import load
 from moetail.conformance.producers import Case
+from moetail.reference import BeamAllReduceWorkspace
+from moetail.spec import operation
+from moetail.spec.rules import FINALIZE
 
-__all__ = ["Outcome", "Raised", "Step", "execute", "flatten", "same_bits"]
+__all__ = ["Outcome", "Raised", "Step", "execute", "flatten", "outputs", "same_bits"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,13 @@ def flatten(arguments: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from flatten(value, f"{prefix}[{index}]")
 
 
+def outputs(value: Any) -> dict[str, Tensor]:
+    """An operation's results by the contract's names for them; None is left out."""
+    pair = isinstance(value, (tuple, list)) and len(value) == 2
+    named = dict(zip(("hidden", "normalized"), value, strict=True)) if pair else {"output": value}
+    return dict(flatten(named))
+
+
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -118,19 +126,23 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     )
 
 
+def _switch() -> Any:
+    return torch.utils.deterministic
+
+
 @contextmanager
-def _filled_memory(device: torch.device) -> Iterator[None]:
+def _filled_memory() -> Iterator[None]:
     """Fresh floating-point tensors hold NaN, by torch's own switch for finding such faults."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    filled = _switch().fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    _switch().fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        _switch().fill_uninitialized_memory = filled
 
 
 @contextmanager
@@ -169,7 +181,7 @@ class _Workspaces:
     """One workspace for each hidden size, for all steps of a check."""
 
     def __init__(self, implementation: Any, group: Any, steps: tuple[Step, ...]) -> None:
-        self._factory = implementation.target
+        self._factory: Any = implementation.target
         self._group = group
         self._steps = steps
         self._made: dict[int, Any] = {}
@@ -178,9 +190,9 @@ class _Workspaces:
         hidden = step.case.hidden
         if hidden not in self._made:
             tokens = [s.max_tokens or s.case.tokens for s in self._steps if s.case.hidden == hidden]
-            factory = getattr(self._factory, "BeamAllReduceWorkspace", None)
+            factory: Any = getattr(self._factory, "BeamAllReduceWorkspace", None)
             if factory is None:
-                from moetail.reference import BeamAllReduceWorkspace as factory  # noqa: N813
+                factory = BeamAllReduceWorkspace  # the reference's serves who brings none
             workspace = factory.create(self._group, hidden, max(tokens), torch.bfloat16)
             if workspace is None:
                 raise RuntimeError(
@@ -238,7 +250,9 @@ def _call(
         if hasattr(workspace, "all_gather"):
             workspace.all_gather = hook
         extra["workspace"] = workspace
-    filled = _filled_memory(device) if step.fill else _unfilled_memory()
+    filled = _filled_memory() if step.fill else _unfilled_memory()
+    if step.fill and destination is not None:
+        destination.fill_(float("nan"))
     value, refusal, trace = None, "", ""
     try:
         with filled:
@@ -250,8 +264,7 @@ def _call(
     changed = tuple(
         name
         for name, copy in before.items()
-        if not (tensors[name] is destination and not refusal)
-        and not same_bits(copy, tensors[name])
+        if not (tensors[name] is destination and not refusal) and not same_bits(copy, tensors[name])
     )
     returned = destination is None or (
         isinstance(value, Tensor)

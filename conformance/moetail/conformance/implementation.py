@@ -13,7 +13,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +26,7 @@ BUILT_IN = {"reference": "moetail.reference", "kernels": "moetail.kernels"}
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the message says what was found and what is allowed."""
+    """What the user asked for cannot be done; the message says what is allowed."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _is_path(spec: str) -> bool:
     return spec.endswith(".py") or "/" in spec or "\\" in spec
 
 
-@lru_cache(maxsize=None)
+@cache
 def load(spec: str) -> Implementation:
     """Load an implementation.
 

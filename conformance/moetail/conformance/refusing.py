@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetail.spec.rules import BOUNDARY, GATHER, MOE_OUTPUT, ROUTE_MAJOR
-
 from moetail.conformance.checks import Plan, Tail, Trial, Trials
 from moetail.conformance.execution import Step
 from moetail.conformance.trials import draw
 from moetail.conformance.variations import REFUSALS, refusals
+from moetail.spec.rules import BOUNDARY, GATHER, MOE_OUTPUT, ROUTE_MAJOR
 
 __all__ = ["must_refuse", "refusal_trials", "steps"]
 

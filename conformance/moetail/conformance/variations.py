@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
+from moetail.conformance.producers import Case
 from moetail.spec import UnfinalizedMoEOutput
 from moetail.spec.rules import (
     ALLREDUCE,
@@ -21,9 +24,6 @@ from moetail.spec.rules import (
     GATHER,
     MOE_OUTPUT,
 )
-from torch import Tensor
-
-from moetail.conformance.producers import Case
 
 __all__ = ["REFUSALS", "Refusal", "apply", "refusals"]
 
@@ -353,9 +353,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         Refusal("map-int64", "DOMAIN-1", "the map's dtype", _on(_MAP, _to(torch.int64)), _routes),
         *_residual_refusals(),
         *_post_refusals(),
-        Refusal(
-            "strategy-unknown", "DOMAIN-1", "strategy 'oneshot'", _put("strategy", "oneshot")
-        ),
+        Refusal("strategy-unknown", "DOMAIN-1", "strategy 'oneshot'", _put("strategy", "oneshot")),
     ),
     GATHER: (
         *_rows_refusals("x.gemm2_permuted"),
@@ -485,9 +483,7 @@ def _past_int32(case: Case, rank: int, arguments: Arguments) -> Arguments:
     path, x = _unfinalized(arguments)
     rows = x.gemm2_permuted
     offset = PAST_INT32 // rows.shape[1] + 1
-    far = torch.empty(
-        (offset + rows.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device
-    )
+    far = torch.empty((offset + rows.shape[0], rows.shape[1]), dtype=rows.dtype, device=rows.device)
     far[offset:] = rows
     index = x.expanded_idx_to_permuted_idx
     changed = dataclasses.replace(
@@ -499,7 +495,17 @@ def _past_int32(case: Case, rank: int, arguments: Arguments) -> Arguments:
     return _set(arguments, path, lambda _: changed)
 
 
+def _other_dead_weights(case: Case, rank: int, arguments: Arguments) -> Arguments:
+    """Other weights in the -1 slots, finite ones (ROUTE-1)."""
+    path, x = _unfinalized(arguments)
+    dead = x.expanded_idx_to_permuted_idx < 0
+    weights = torch.where(dead, torch.full_like(x.expert_weights, 3.0), x.expert_weights)
+    changed = dataclasses.replace(x, expert_weights=weights)
+    return _set(arguments, path, lambda _: changed)
+
+
 NEUTRAL: dict[str, Change] = {
+    "other-dead-weights": _other_dead_weights,
     "permuted-rows": _permute_rows,
     "more-rows": _append_rows,
     "past-int32": _past_int32,

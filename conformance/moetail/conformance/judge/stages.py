@@ -20,11 +20,7 @@ from moetail.conformance.judge.rounding import (
     float32,
     round_fp32,
 )
-from moetail.conformance.judge.summation import error_bound, narrow, needs_narrowing
-
-# Without a nonzero term below this no partial sum can be subnormal: exact products of a BF16 and
-# an FP32 number have 32 bits, so all terms, rounded or not, are multiples of 2^-126.
-_NO_UNDERFLOW = 2.0**-93
+from moetail.conformance.judge.summation import NO_UNDERFLOW, error_bound, narrow, undecided
 
 
 def admit_reduction(rows: Tensor, weights: Tensor, index: Tensor | None) -> Admissible:
@@ -44,6 +40,8 @@ def admit_reduction(rows: Tensor, weights: Tensor, index: Tensor | None) -> Admi
         leaves: Tensor | int = live
     else:
         alive = index >= 0
+        if rows.shape[0] == 0:  # no route is live, and there is no row to stand in for theirs
+            rows = rows.new_zeros((1, rows.shape[1]))
         x = rows[index.clamp(min=0).long()]
         w = weights
         leaves = live = index.shape[1]
@@ -62,7 +60,7 @@ def admit_reduction(rows: Tensor, weights: Tensor, index: Tensor | None) -> Admi
     least = _least(x) * _least(w)
     ordinary = (
         bool((magnitude < 2.0**126).all())  # False for NaN and infinity
-        and least >= _NO_UNDERFLOW
+        and least >= NO_UNDERFLOW
         and min(_least(x), _least(w)) >= TINY
     )
     if ordinary:
@@ -70,7 +68,7 @@ def admit_reduction(rows: Tensor, weights: Tensor, index: Tensor | None) -> Admi
     else:
         absent = _absent(x.double(), w.double().unsqueeze(-1), terms)
         a = _unusual_sum(terms, absent, leaves, exact=fits)
-    need = needs_narrowing(a.lo, a.hi)
+    need, deep = undecided(a.lo, a.hi)
     if not bool(need.any()):
         return a
     token, column = need.nonzero(as_tuple=True)
@@ -81,7 +79,7 @@ def admit_reduction(rows: Tensor, weights: Tensor, index: Tensor | None) -> Admi
     vanishes = ((xs.abs() < TINY) & (xs != 0)) | ((ws.abs() < TINY) & (ws != 0))
     leaf_lo = torch.where(vanishes, torch.minimum(leaf, zero), leaf)
     leaf_hi = torch.where(vanishes, torch.maximum(leaf, zero), leaf)
-    lo, hi = narrow(a.lo[need], a.hi[need], leaf_lo, leaf_hi, leaf_lo, leaf_hi)
+    lo, hi = narrow(a.lo[need], a.hi[need], deep, leaf_lo, leaf_hi, products=True)
     return Admissible(a.lo.masked_scatter(need, lo), a.hi.masked_scatter(need, hi), a.nan, a.free)
 
 
@@ -120,7 +118,7 @@ def admit_scale(r: Admissible, scale: float) -> Admissible:
         zeros = torch.zeros_like(lo)
         lo, hi = torch.minimum(lo, zeros), torch.maximum(hi, zeros)
     s = Admissible.build(lo, hi, nan, free)
-    # Flush on the exact product, then the product's own rounding, then RN.
+    # The exact product is what may be flushed; then its own rounding, then RN.
     lo, hi = flushed(s.lo, s.hi)
     single = round_fp32(lo).double()
     hi = single if hi is lo else round_fp32(hi).double()
@@ -175,10 +173,10 @@ def admit_rank_sum(parts: Sequence[Admissible]) -> Admissible:
         sum_lo = torch.where(infinite, infinity, sum_lo)
         sum_hi = torch.where(infinite, infinity, sum_hi)
     q = Admissible.build(sum_lo, sum_hi, nan, free)
-    need = needs_narrowing(q.lo, q.hi)
+    need, deep = undecided(q.lo, q.hi)
     if bool(need.any()):
         at = lo[:, need], hi[:, need]
-        low, high = narrow(q.lo[need], q.hi[need], *at, None, None)
+        low, high = narrow(q.lo[need], q.hi[need], deep, *at, products=False)
         q = Admissible(
             q.lo.masked_scatter(need, low), q.hi.masked_scatter(need, high), q.nan, q.free
         )
@@ -249,7 +247,7 @@ def _unusual_sum(terms: Tensor, absent: Tensor, leaves: Tensor | int, *, exact: 
     - *Overflow*: see _overflowed.
     - *Underflow*: a term that may vanish moves the sum by up to itself, towards zero. Otherwise a
       subnormal product errs by 2^-150 at most. Each of the n - 1 additions may flush a subnormal
-      result, an error below 2^-126, if any term is below 2^-93 (see _NO_UNDERFLOW).
+      result, an error below 2^-126, if any term is below 2^-93 (see NO_UNDERFLOW).
     """
     total = terms.sum(dim=1)
     nan = total.isnan()
@@ -264,7 +262,7 @@ def _unusual_sum(terms: Tensor, absent: Tensor, leaves: Tensor | int, *, exact: 
     error = error_bound(finite_total, magnitude, leaves, exact=exact)
     slack = ((small < TINY) & (small > 0)).sum(dim=1).double() * HALF_QUANTUM
     adds = torch.as_tensor(leaves, dtype=torch.float64, device=terms.device) - 1.0
-    may_flush = ((small < _NO_UNDERFLOW) & (small > 0)).any(dim=1)
+    may_flush = ((small < NO_UNDERFLOW) & (small > 0)).any(dim=1)
     slack = slack + torch.where(may_flush, adds.clamp(min=0) * TINY, 0.0)
     gone = torch.where(absent, finite, 0.0)
     lo = finite_total - error - slack - gone.clamp(min=0).sum(dim=1)

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from moetail.spec.rules import CONVERT, ROUTE_MAJOR
 
 from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import same_bits
 from moetail.conformance.trials import draw, trials
+from moetail.spec.rules import CONVERT, ROUTE_MAJOR
 
 # Every legal layout of the two operations.
 _LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -42,9 +42,7 @@ _LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 def _legal(plan: Plan, name: str) -> Iterator[Trial]:
     for number, fixed in enumerate(_LAYOUTS[name]):
-        yield from trials(
-            draw(plan, name, ("legal", number), plan.pick(1, 4), fixed=fixed)
-        )
+        yield from trials(draw(plan, name, ("legal", number), plan.pick(1, 4), fixed=fixed))
 
 
 def _call(tail: Tail, trial: Trial, arguments: dict[str, Any]) -> Any:
@@ -260,4 +258,6 @@ def test_convert_4_a_destination_is_aliased(tail: Tail, trial: Trial) -> None:
         _refused(tail, trial, arguments, trial.variation)
         return
     made = _call(tail, trial, arguments)
-    tail.require(made.data_ptr() == given.data_ptr(), "returned another tensor than its destination")
+    tail.require(
+        made.data_ptr() == given.data_ptr(), "returned another tensor than its destination"
+    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from moetail.conformance.checks import NotJudged, Tail, Trial, checks_rule
+from collections.abc import Iterator
+
+from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step
 from moetail.conformance.refusing import must_refuse, refusal_trials, steps
+from moetail.conformance.trials import draw
 from moetail.spec import rule
-from moetail.spec.rules import WORKSPACE
+from moetail.spec.rules import GATHER, WORKSPACE
 
 _COMPUTING = tuple(name for name in rule("DOMAIN-1").operations if name != WORKSPACE)
 
@@ -14,6 +17,23 @@ _COMPUTING = tuple(name for name in rule("DOMAIN-1").operations if name != WORKS
 @checks_rule("DOMAIN-1", refusal_trials("DOMAIN-1"), operations=_COMPUTING, varies=True)
 def test_domain_1_refuses_what_is_outside(tail: Tail, trial: Trial) -> None:
     must_refuse(tail, trial)
+
+
+def _groups(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name)[:3]:
+        (case,) = draw(plan, GATHER, "workspace", 1, fixed={"tokens": 4}, ranks=(ranks,))
+        yield Trial(name, case)
+
+
+@checks_rule("DOMAIN-1", _groups, operations=(WORKSPACE,))
+def test_domain_1_no_workspace_for_an_unsupported_dtype(tail: Tail, trial: Trial) -> None:
+    """None on every rank, or a refusal on every rank: never one rank with and one without."""
+    case = trial.case
+    found = tail.workspaces(case.ranks, case.hidden, 33, "float64")
+    made = [rank for rank, one in enumerate(found) if not ("none" in one or "raised" in one)]
+    tail.require(not made, f"create made a workspace for float64 on ranks {made}")
+    kinds = {tuple(one) for one in found}
+    tail.require(len(kinds) == 1, f"create did not agree on all ranks: {found}")
 
 
 @checks_rule("DOMAIN-2", refusal_trials("DOMAIN-1", "PACK-1"), operations=_COMPUTING, varies=True)

@@ -5,16 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from moetail.spec.rules import BOUNDARY, FINALIZE, MOE_OUTPUT
 
 from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step, flatten
 from moetail.conformance.trials import draw, trials
+from moetail.spec.rules import BOUNDARY, FINALIZE, MOE_OUTPUT
 
 
 def _capacity(plan: Plan, name: str) -> Iterator[Trial]:
-    fixed = {"capacity": 5, "poison": "nan"}
-    yield from trials(draw(plan, name, "capacity", plan.pick(1, 6), free=True, fixed=fixed))
+    # As many tokens as fill every rank: what the last ranks own too little of is OWN-2's.
+    for ranks in plan.group_sizes(name):
+        fixed = {"capacity": 5, "poison": "nan", "tokens": 3 * ranks}
+        count = plan.pick(1, 6)
+        yield from trials(
+            draw(plan, name, "capacity", count, free=True, fixed=fixed, ranks=(ranks,))
+        )
 
 
 @checks_rule("LIVE-1", _capacity)

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
-from moetail.spec.rules import GATHER
+from typing import Any
 
 from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step
 from moetail.conformance.trials import draw, trials
+from moetail.conformance.workspaces import FIELDS
+from moetail.spec.rules import GATHER, WORKSPACE
 
 _STRATEGIES = ("oneshot", "twoshot", "unfused")
+
+
+def _even(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        for strategy in _STRATEGIES if plan.profile != "quick" else ("oneshot", "twoshot"):
+            fixed = {"tokens": 2 * ranks, "strategy": strategy, "top_k": 2, "hidden": 256}
+            yield from trials(
+                draw(plan, name, ("even", strategy), 1, "grid", fixed=fixed, ranks=(ranks,))
+            )
+
+
+@checks_rule("OWN-1", _even)
+def test_own_1_consecutive_blocks_without_padding(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
 
 
 def _uneven(plan: Plan, name: str) -> Iterator[Trial]:
@@ -33,9 +48,7 @@ def _padded(plan: Plan, name: str) -> Iterator[Trial]:
     for ranks in plan.group_sizes(name):
         for strategy in _STRATEGIES:
             fixed = {"tokens": ranks + 1, "capacity": 3, "strategy": strategy, "poison": "nan"}
-            yield from trials(
-                draw(plan, name, strategy, 1, free=True, fixed=fixed, ranks=(ranks,))
-            )
+            yield from trials(draw(plan, name, strategy, 1, free=True, fixed=fixed, ranks=(ranks,)))
 
 
 @checks_rule("OWN-2", _padded)
@@ -78,7 +91,7 @@ def test_own_3_replicas_are_bit_identical(tail: Tail, trial: Trial) -> None:
 def _strategies(plan: Plan, name: str) -> Iterator[Trial]:
     for ranks in plan.group_sizes(name):
         for strategy in (*_STRATEGIES, None):
-            fixed = {"strategy": strategy, "post": "affine", "next": "affine"}
+            fixed: dict[str, Any] = {"strategy": strategy, "post": "affine", "next": "affine"}
             fixed |= {"routed_scale": 2.5, "scales": (0.5, 1.0)}
             yield from trials(
                 draw(
@@ -129,6 +142,36 @@ def test_own_4_the_default_follows_the_thresholds(tail: Tail, trial: Trial) -> N
                 + ("unfused calls it" if through_hook else "only unfused calls it"),
                 run,
             )
+
+
+def _groups(plan: Plan, name: str) -> Iterator[Trial]:
+    for ranks in plan.group_sizes(name):
+        (case,) = draw(plan, GATHER, "workspace", 1, fixed={"tokens": 4}, ranks=(ranks,))
+        yield Trial(name, case)
+
+
+@checks_rule("OWN-4", _groups, operations=(WORKSPACE,))
+def test_own_4_a_workspace_has_its_fields(tail: Tail, trial: Trial) -> None:
+    case = trial.case
+    for rank, found in enumerate(tail.workspaces(case.ranks, case.hidden, 33, "bfloat16")):
+        if found.get("none"):
+            raise NotJudged(f"create returned None on this machine, for {case.ranks} ranks")
+        expected = {
+            "world_size": case.ranks,
+            "rank": rank,
+            "hidden_size": case.hidden,
+            "max_tokens": 33,
+        }
+        for name, value in expected.items():
+            shown = found.get(name, "not there")
+            tail.require(shown == value, f"rank {rank}: {name} is {shown}; it is {value}")
+        for name in FIELDS:
+            tail.require(name in found, f"rank {rank}: the workspace has no {name}")
+        oneshot = found["moe_gather_oneshot_max_tokens"]
+        tail.require(
+            isinstance(oneshot, int),
+            f"rank {rank}: moe_gather_oneshot_max_tokens is {oneshot!r}, not a number of tokens",
+        )
 
 
 def _has_hook(tail: Tail) -> bool:

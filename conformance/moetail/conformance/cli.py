@@ -1,0 +1,270 @@
+"""The command line: moetail check, rules, cases."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from moetail.conformance import plugin
+from moetail.conformance.implementation import UsageError
+from moetail.conformance.results import NOT_JUDGED, Results
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Does a kernel obey the contract of the MoE tail, and if not, which rule does it break?",
+)
+
+_USAGE = 2
+
+
+class _Progress:
+    """Shows the run as a bar, in pytest's place."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not console.is_terminal,
+        )
+        self.results: Results | None = None
+        self.failures: list[str] = []
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        self.results = plugin.results_of(config)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self._task = self._bar.add_task("collecting", total=len(session.items))
+        self._bar.start()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        name = nodeid.rsplit("::", 1)[-1].partition("[")[0]
+        self._bar.update(self._task, description=name.removeprefix("test_").replace("_", " ")[:60])
+
+    def pytest_runtest_logfinish(self) -> None:
+        self._bar.advance(self._task)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        # What is no verdict on the implementation is a fault of the suite or of the machine.
+        if report.failed and not hasattr(report, "moetail"):
+            self.failures.append(f"{report.nodeid} ({report.when})\n{report.longreprtext}")
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.failures.append(f"{report.nodeid}\n{report.longreprtext}")
+
+    def pytest_sessionfinish(self) -> None:
+        self._bar.stop()
+
+
+def _run_pytest(arguments: list[str], console: Console) -> tuple[int, _Progress]:
+    """pytest on the suite alone: no configuration, no plugins of the folder it runs in."""
+    progress = _Progress(console)
+    isolated = [
+        "--pyargs",
+        plugin.SUITE,
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(Path(plugin.__file__).parent),
+        "-p",
+        "no:terminal",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:faulthandler",
+        "-p",
+        plugin.__name__,
+    ]
+    before = os.environ.get("PYTEST_DISABLE_PLUGIN_AUTOLOAD")
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    try:
+        code = pytest.main([*isolated, *arguments], plugins=[progress])
+    finally:
+        if before is None:
+            del os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"]
+        else:
+            os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = before
+    return int(code), progress
+
+
+@app.command()
+def check(
+    impl: Annotated[
+        str,
+        typer.Argument(
+            metavar="[IMPL]",
+            help="reference, kernels, a module, module:attribute, or a path to a .py file",
+        ),
+    ] = "reference",
+    op: Annotated[
+        list[str] | None, typer.Option(help="Only this operation, by its name or column heading.")
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="Only this rule, or all of a kind, such as ROUND.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cpu or cuda; by default cuda for kernels where there is a GPU.")
+    ] = "",
+    ranks: Annotated[
+        str, typer.Option(help="Numbers of ranks for distributed operations.")
+    ] = "1,2,3,4,8",
+    profile: Annotated[str, typer.Option(help="quick, full or soak.")] = "quick",
+    case: Annotated[str, typer.Option(help="Only the trial of this id.")] = "",
+    seed: Annotated[int, typer.Option(help="Shifts the seed of every case.")] = 0,
+    rank_timeout: Annotated[int, typer.Option(help="Seconds for one distributed call.")] = 60,
+    report: Annotated[
+        Path | None, typer.Option(help="Write report.json and junit.xml into this folder.")
+    ] = None,
+    require_gpu: Annotated[
+        bool, typer.Option("--require-gpu", help="Fail where there is no GPU.")
+    ] = False,
+) -> None:
+    """Judge an implementation against the contract.
+
+    Exit code: 0 conforms, 1 violates, 2 usage, 3 nothing was judged.
+    """
+    from moetail.conformance.asked import make_plan, operations_named, rules_named
+    from moetail.conformance.implementation import load
+    from moetail.conformance.show import matrix_table, verdict_line, violation_text
+
+    console = Console(highlight=False)
+    device = _device(impl, device, require_gpu)
+    implementation = load(impl)
+    make_plan(profile=profile, seed=seed, ranks=ranks, device=device, timeout=rank_timeout)
+    operations, rules = operations_named(op or []), rules_named(rule or [])
+
+    arguments = ["--impl", implementation.spec, "--device", device, "--ranks", ranks]
+    arguments += ["--profile", profile, "--seed", str(seed), "--rank-timeout", str(rank_timeout)]
+    arguments += [word for name in operations for word in ("--op", name)]
+    arguments += [word for name in rules for word in ("--rule", name)]
+    if case:
+        arguments += ["--case", case]
+    if report is not None:
+        report = report.expanduser().resolve()
+        try:
+            report.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"--report: {report}: {error.strerror}; allowed: a folder") from None
+        arguments += ["--junit-xml", str(report / "junit.xml")]
+
+    code, progress = _run_pytest(arguments, console)
+    results = progress.results
+    if results is None:
+        raise typer.Exit(_USAGE)
+    if code == int(pytest.ExitCode.INTERRUPTED):
+        results.stopped = "interrupted"
+    for failure in progress.failures:
+        console.print(failure, markup=False)
+    if progress.failures:
+        results.stopped = f"{len(progress.failures)} tests of the suite could not run"
+    if results.trials:
+        console.print(matrix_table(results))
+    for violation in results.violations:
+        console.print(violation_text(violation), markup=False, soft_wrap=True)
+        console.print()
+    if results.stopped:
+        console.print(f"The run ended early: {results.stopped}.", markup=False)
+    if report is not None:
+        results.write_json(report / "report.json")
+        console.print(f"Report: {report}", markup=False, soft_wrap=True)
+    if results.verdict == NOT_JUDGED:
+        console.print(_why_nothing(results), markup=False)
+    console.print(verdict_line(results), markup=False, soft_wrap=True)
+    raise typer.Exit(results.exit_code)
+
+
+def _device(impl: str, device: str, require_gpu: bool) -> str:
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if require_gpu and not has_gpu:
+        raise UsageError("--require-gpu: torch finds no GPU here; allowed: a machine with one")
+    if device:
+        return device
+    return "cuda" if has_gpu and (require_gpu or impl == "kernels") else "cpu"
+
+
+def _why_nothing(results: Results) -> str:
+    from moetail.spec.rules import OPERATIONS
+
+    if not results.provided:
+        names = ", ".join(item.name for item in OPERATIONS)
+        return f"{results.implementation} provides none of the operations: {names}."
+    reasons = sorted({trial.found for trial in results.trials if trial.found})
+    return "\n".join(reasons) or "No trial fits what was asked for."
+
+
+@app.command()
+def rules(
+    rule: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="Show this rule whole.")
+    ] = None,
+) -> None:
+    """The rules of the contract."""
+    from moetail.conformance.asked import rules_named
+    from moetail.conformance.show import rules_text
+
+    if rule is not None:
+        rules_named([rule])
+    typer.echo(rules_text(rule))
+
+
+@app.command()
+def cases(
+    op: Annotated[list[str] | None, typer.Option(help="Only this operation.")] = None,
+    rule: Annotated[list[str] | None, typer.Option(help="Only this rule.")] = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2,3,4,8",
+    profile: Annotated[str, typer.Option(help="quick, full or soak.")] = "quick",
+    seed: Annotated[int, typer.Option(help="Shifts the seed of every case.")] = 0,
+) -> None:
+    """The cases that check would try: rule, operation and id, one a line."""
+    from moetail.conformance.asked import (
+        load_checks,
+        make_plan,
+        operations_named,
+        rules_named,
+        trials_asked,
+    )
+    from moetail.spec.rules import OPERATIONS
+
+    plan = make_plan(profile=profile, seed=seed, ranks=ranks)
+    every = tuple(item.name for item in OPERATIONS)
+    operations, named = operations_named(op or []), rules_named(rule or [])
+    number = 0
+    for item in load_checks():
+        for trial in trials_asked(item, plan, every, operations=operations, rules=named):
+            typer.echo(f"{item.rule}\t{trial.operation}\t{trial.id}")
+            number += 1
+    if number == 0:
+        typer.echo("no case fits what was asked for", err=True)
+        raise typer.Exit(3)
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point of the ``moetail`` command."""
+    try:
+        return app(args=arguments, standalone_mode=True)
+    except UsageError as error:
+        print(f"moetail: {error}", file=sys.stderr)
+        sys.exit(_USAGE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Whole tails: real layers, all sources of values, and any case that hypothesis can think of.
+
+What fails here is named by the diagnosis, which knows the deviations of the catalogue.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import HealthCheck, find, settings
+from hypothesis.errors import NoSuchExample
+
+from moetail.conformance.checks import (
+    TAIL,
+    Plan,
+    Tail,
+    Tally,
+    Trial,
+    Violation,
+    checks_rule,
+)
+from moetail.conformance.execution import Step
+from moetail.conformance.producers import MODELS, Case
+from moetail.conformance.producers.strategies import case_strategy
+from moetail.conformance.trials import draw, trials
+from moetail.spec.rules import BOUNDARY
+
+_SOURCES = ("normal", "cancel", "subnormal", "huge", "tiny", "wide", "zeros")
+
+
+def _layers(plan: Plan, name: str) -> Iterator[Trial]:
+    """Models at a small hidden size; in the full profile all of them, and at their own size too."""
+    if name == BOUNDARY:
+        return
+    sizes = plan.group_sizes(name)
+    models = list(MODELS.items())
+    plan.random("layers", name).shuffle(models)
+    for turn, (key, model) in enumerate(models[: plan.pick(2, len(models))]):
+        ranks = sizes[turn % len(sizes)]
+        fixed = {"model": key, "top_k": model.top_k, "tokens": 3 * ranks + 1, "ranks": ranks}
+        small = {**fixed, "hidden": 256 if plan.profile == "quick" else 512}
+        yield from trials(draw(plan, name, key, 1, "moe", fixed=small, free=True, ranks=(ranks,)))
+        if plan.profile == "quick" or not model.in_domain:
+            continue
+        real = {**fixed, "hidden": model.hidden, "tokens": 4}
+        yield from trials(
+            draw(plan, name, (key, "real"), 1, "moe", fixed=real, free=True, ranks=(ranks,))
+        )
+
+
+@checks_rule(TAIL, _layers)
+def test_tail_on_real_layers(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+def _any_source(plan: Plan, name: str) -> Iterator[Trial]:
+    sizes = plan.group_sizes(name)
+    for turn, source in enumerate(_SOURCES):
+        ranks = (sizes[turn % len(sizes)],) if plan.profile == "quick" else sizes
+        count = plan.pick(1, 2)
+        yield from trials(draw(plan, name, "any", count, source, free=True, ranks=ranks))
+
+
+@checks_rule(TAIL, _any_source)
+def test_tail_on_every_source(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+def _anything(plan: Plan, name: str) -> Iterator[Trial]:
+    """One trial for each number of ranks; hypothesis draws the cases from its seed."""
+    for ranks in plan.group_sizes(name):
+        yield from trials(draw(plan, name, "anything", 1, ranks=(ranks,)))
+
+
+@checks_rule(TAIL, _anything)
+def test_tail_on_any_case(tail: Tail, trial: Trial) -> None:
+    """Shapes, options, layouts and sources at will; what fails is shrunk to a small case."""
+    case = trial.case
+    examples = tail.plan.pick(4, 40) if case.ranks == 1 else tail.plan.pick(1, 12)
+
+    def breaks(found: Case) -> bool:
+        tail.begin(tail.rule, Trial(trial.operation, found))
+        counted = tail.tally
+        try:
+            tail.conforms(*tail.run(Step(found)))
+        except Violation:
+            return True
+        finally:
+            total.add(counted)
+        return False
+
+    total = Tally()
+    try:
+        smallest = find(
+            case_strategy(trial.operation, (case.ranks,)),
+            breaks,
+            settings=settings(
+                max_examples=examples,
+                database=None,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+            random=tail.plan.random("any case", trial.id),
+        )
+    except NoSuchExample:
+        tail.begin(tail.rule, trial)
+        tail.tally.add(total)
+        return
+    tail.begin(tail.rule, Trial(trial.operation, smallest))
+    tail.conforms(*tail.run(Step(smallest)))
