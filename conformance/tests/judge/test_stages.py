@@ -97,6 +97,12 @@ def test_scale_rounds_twice(exact):
     assert found > 50
 
 
+def test_flush_may_come_before_the_rounding():
+    """2^-126 * (1 - 2^-24) rounds up to a normal number; hardware may see a subnormal first."""
+    s = admit_scale(of(2.0**-126), 1 - 2.0**-24)
+    assert (s.lo.item(), s.hi.item()) == (0.0, 2.0**-126)
+
+
 @pytest.mark.parametrize(
     ("value", "scale", "expected"),
     [

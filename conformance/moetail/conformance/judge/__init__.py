@@ -19,9 +19,10 @@ Errors are not counted twice: ``normalized`` is judged from the implementation's
 Not judged, and counted as such: an element that some legal evaluations make NaN and others do not
 (orders that overflow both ways, a subnormal times infinity), and a row whose norm depends on such
 an element, or on one that may be infinite, or whose mean square may be flushed to zero.
-Accepted though perhaps not reachable: values strictly inside an interval; sums of more than eight
-terms whose signs cancel (bound 1 of ``summation``); and elements of a row that no single inverse
-RMS explains together, each being judged by itself.
+Accepted though perhaps not reachable: values strictly inside an interval; what bound 1 of
+``summation`` admits beyond the reach of orders, where more than eight terms cancel; and elements of
+a row that no single inverse RMS explains together, each being judged by itself. That ranks agree
+bit for bit is not arithmetic, and not looked at here.
 """
 
 from __future__ import annotations

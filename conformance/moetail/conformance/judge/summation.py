@@ -25,9 +25,10 @@ each looked at only where the one before leaves more than one BF16 value.
    evaluated independently, so R(A)'s endpoints are the extremes, over the last operation, of the
    rounded sums of endpoints: 3^n small steps instead of all trees, and both endpoints are reached
    by some legal evaluation. The exactly rounded S is admitted as well, for an implementation that
-   accumulates in FP64.
+   accumulates in FP64. With 6 to 8 leaves only the first 256 undecided elements of a token are
+   followed: random rows have some ten, rows that cancel throughout would take minutes.
 
-Flush-to-zero adds to 1. what could vanish (see ``underflow`` in the stages), and to 3. the hull of
+Flush-to-zero adds to 1. what could vanish (see ``_unusual_sum`` in ``stages``), and to 3. the hull of
 each subnormal result with zero.
 """
 
@@ -52,6 +53,13 @@ from moetail.conformance.judge.rounding import (
 
 MAX_EXACT = 8
 """The most leaves whose orders are followed one and all: 3^8 steps for an element."""
+
+_CHEAP = 5
+_DEEP = 256
+
+NO_UNDERFLOW = 2.0**-93
+"""Without a nonzero term below this no partial sum can be subnormal: exact products of a BF16 and
+an FP32 number have 32 bits, so all terms, rounded or not, are multiples of 2^-126."""
 
 _DOUBLE_UNIT = 2.0**-53
 _BLOCK = 1 << 12
@@ -80,19 +88,27 @@ def on_common_grid(leaves: Tensor, magnitude: Tensor, bits: int, least: float) -
     return ((leaves + magic) - magic == leaves).all(dim=0)
 
 
+def undecided(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    """Where bound 1 [T, H] leaves more than one BF16 value, and for which of those bound 3 is worth
+    its price. Both depend on the token alone, so on no chunk."""
+    need = round_bf16(lo) != round_bf16(hi)
+    return need, (need.cumsum(dim=-1) <= _DEEP)[need]
+
+
 def narrow(
     lo: Tensor,
     hi: Tensor,
+    deep: Tensor,
     leaf_lo: Tensor,
     leaf_hi: Tensor,
-    fused_lo: Tensor | None,
-    fused_hi: Tensor | None,
+    *,
+    products: bool,
 ) -> tuple[Tensor, Tensor]:
     """Bounds 2 and 3 for elements [A] of which 1 gave [lo, hi].
 
     ``leaf_*`` [n, A] are the leaves as intervals, exact and in float64, with zero in the interval
-    where a leaf may be flushed on input; ``fused_*`` the same if they may enter by FMA. Zero leaves
-    are allowed. Orders may overflow to one infinity, not to both.
+    where a leaf may be read as zero; ``products`` says that they may enter by FMA. Zero leaves are
+    allowed. Orders may overflow to one infinity, not to both.
     """
     magnitude = torch.maximum(leaf_lo.abs(), leaf_hi.abs()).sum(dim=0)
     point = (leaf_lo == leaf_hi).all(dim=0)
@@ -105,60 +121,53 @@ def narrow(
     count = present.sum(dim=0)
     order = torch.argsort(present.to(torch.int8), dim=0, descending=True, stable=True)
     leaf_lo, leaf_hi = leaf_lo.gather(0, order), leaf_hi.gather(0, order)
-    if fused_lo is not None and fused_hi is not None:
-        fused_lo, fused_hi = fused_lo.gather(0, order), fused_hi.gather(0, order)
     exact64 = on_common_grid(leaf_lo, magnitude, 50, 0.0)
     exact64 &= on_common_grid(leaf_hi, magnitude, 50, 0.0)
     slack = torch.where(exact64, 0.0, magnitude * (leaf_lo.shape[0] * 2.0 * _DOUBLE_UNIT))
+    smallest = torch.where(present, torch.minimum(leaf_lo.abs(), leaf_hi.abs()), INFINITY)
+    normal = bool((smallest >= NO_UNDERFLOW).all())
     for leaves in range(1, min(MAX_EXACT, leaf_lo.shape[0]) + 1):
-        chosen = ((count == leaves) & ~grid).nonzero().flatten()
-        for at in torch.split(chosen, _BLOCK):
-            part_lo, part_hi = _all_orders(
-                leaf_lo[:leaves, at],
-                leaf_hi[:leaves, at],
-                None if fused_lo is None else fused_lo[:leaves, at],
-                None if fused_hi is None else fused_hi[:leaves, at],
-            )
-            once_lo, once_hi = flushed(
-                round_fp32((sum_lo - slack)[at]).double(), round_fp32((sum_hi + slack)[at]).double()
-            )
-            lo = lo.index_put((at,), torch.minimum(part_lo, once_lo))
-            hi = hi.index_put((at,), torch.maximum(part_hi, once_hi))
+        chosen = (count == leaves) & ~grid
+        if leaves > _CHEAP:
+            chosen &= deep
+        where = chosen.nonzero().flatten()
+        for at in torch.split(where, _BLOCK) if len(where) else ():
+            leaf = leaf_lo[:leaves, at], leaf_hi[:leaves, at]
+            part_lo, part_hi = _all_orders(*leaf, products=products, normal=normal)
+            once_lo, once_hi = flushed((sum_lo - slack)[at], (sum_hi + slack)[at])
+            lo = lo.index_put((at,), torch.minimum(part_lo, round_fp32(once_lo)).double())
+            hi = hi.index_put((at,), torch.maximum(part_hi, round_fp32(once_hi)).double())
     return lo, hi
 
 
-def needs_narrowing(lo: Tensor, hi: Tensor) -> Tensor:
-    """Where [lo, hi] holds more than one BF16 value; False where an endpoint is no number."""
-    return round_bf16(lo) != round_bf16(hi)
-
-
 def _all_orders(
-    leaf_lo: Tensor, leaf_hi: Tensor, fused_lo: Tensor | None, fused_hi: Tensor | None
+    leaf_lo: Tensor, leaf_hi: Tensor, *, products: bool, normal: bool
 ) -> tuple[Tensor, Tensor]:
-    """Bound 3: R of the full set, from leaves [n, A], none of them zero."""
+    """Bound 3: R of the full set, FP32 [A], from leaves [n, A], none of them zero.
+
+    What counts as subnormal is taken before the rounding, which is the wider choice; hardware does
+    it either way. ``normal`` says that nothing can be subnormal.
+    """
     leaves = leaf_lo.shape[0]
-    lo = leaf_lo.new_zeros(1 << leaves, leaf_lo.shape[1])
+    # A leaf is the product itself on its way into an FMA, and rounded otherwise.
+    low, high = (leaf_lo, leaf_hi) if normal else flushed(leaf_lo, leaf_hi)
+    lo = torch.zeros(1 << leaves, leaf_lo.shape[1], dtype=torch.float32, device=leaf_lo.device)
     hi = torch.zeros_like(lo)
     for k in range(leaves):
-        lo[1 << k], hi[1 << k] = _stored(leaf_lo[k], leaf_hi[k])
+        lo[1 << k], hi[1 << k] = round_fp32(low[k]), round_fp32(high[k])
     for subsets, left, right, rest, single in _splits(leaves, leaf_lo.device):
-        # Both operands are FP32 numbers; float64 holds their sum closely enough that rounding it
-        # into FP32 is the same as rounding the sum itself (53 >= 2 * 24 + 2).
-        low, high = _stored(lo[left] + lo[right], hi[left] + hi[right])
-        low, high = low.amin(dim=1), high.amax(dim=1)
-        if fused_lo is not None and fused_hi is not None:
-            fma_low, fma_high = _stored(
-                _sum_to_odd(lo[rest], fused_lo[single]), _sum_to_odd(hi[rest], fused_hi[single])
-            )
-            low = torch.minimum(low, fma_low.amin(dim=1))
-            high = torch.maximum(high, fma_high.amax(dim=1))
-        lo[subsets], hi[subsets] = low, high
+        low = (lo[left] + lo[right]).amin(dim=1)
+        high = (hi[left] + hi[right]).amax(dim=1)
+        if products:
+            fused_low = _sum_to_odd(lo[rest].double(), leaf_lo[single]).amin(dim=1)
+            fused_high = _sum_to_odd(hi[rest].double(), leaf_hi[single]).amax(dim=1)
+            if not normal:
+                fused_low, fused_high = flushed(fused_low, fused_high)
+            low = torch.minimum(low, round_fp32(fused_low))
+            high = torch.maximum(high, round_fp32(fused_high))
+        # A subnormal sum of two FP32 numbers is exact.
+        lo[subsets], hi[subsets] = (low, high) if normal else flushed(low, high)
     return lo[-1], hi[-1]
-
-
-def _stored(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """An FP32 result: rounded, and possibly flushed."""
-    return flushed(round_fp32(lo).double(), round_fp32(hi).double())
 
 
 def _sum_to_odd(accumulator: Tensor, product: Tensor) -> Tensor:
