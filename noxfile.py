@@ -2,7 +2,8 @@
 
 ``nox`` alone runs what needs no GPU. The other sessions are ``nox -s "conformance(sm90)"`` and
 ``nox -s "bench(sm90)"``: on a machine without that GPU they say so and skip, or fail with
-``-- --require-gpu``.
+``-- --require-gpu``. Each session makes an environment of its own, unless ``--no-venv`` says that
+the one at hand will do.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -36,8 +38,13 @@ COMPILER = [
 
 
 def install(session: nox.Session, *, project: bool = True, groups: tuple[str, ...] = ()) -> None:
-    """The project in editable form and dependency groups, or nothing with ``--no-venv``."""
+    """The project in editable form and dependency groups.
+
+    With ``--no-venv`` nothing: the environment that nox itself runs in then has them all, so that
+    torch is installed once instead of once a session.
+    """
     if session.venv_backend == "none":
+        os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
         return
     wanted = [item for group in groups for item in nox.project.dependency_groups(GROUPS, group)]
     if project:
