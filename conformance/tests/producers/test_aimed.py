@@ -432,6 +432,30 @@ def test_reduction_sources_hold_for_every_top_k(source: str, top_k: int) -> None
             assert share(case, name) >= 0.5, (case.id, name)
 
 
+@pytest.mark.parametrize("scale", [2.827, 1 / 3, -2.5, 1.7, 3.0, 1e-3, 100.0])
+@pytest.mark.parametrize("top_k", [1, 2, 8])
+def test_the_scale_source_holds_for_every_scale(scale: float, top_k: int) -> None:
+    case = Case(FINALIZE, "scale", 0, 3, top_k, 256, routed_scale=scale)
+    for name in SCALES:
+        assert share(case, name) >= 0.5, name
+    shared = Case(MOE_OUTPUT, "shared", 0, 3, top_k, 256, routed_scale=scale, shared=True)
+    assert share(shared, "shared on unrounded") >= 0.5
+
+
+def test_a_scale_that_shows_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="further from 1"):
+        Case(FINALIZE, "scale", routed_scale=1.0001)
+
+
+@pytest.mark.parametrize("ranks", [5, 8])
+@pytest.mark.parametrize("top_k", [2, 8])
+def test_sources_hold_for_many_ranks(ranks: int, top_k: int) -> None:
+    for source in ("ties-up", "accumulate", "scale", "norm-affine", "shared", "allreduce"):
+        for case in aimed_cases(ALLREDUCE, source=source, ranks=ranks, tokens=9, top_k=top_k):
+            for name in AIMS[source][0]:
+                assert share(case, *_together(case, name)) >= 0.5, (case.id, name)
+
+
 def test_route_breaks_show_in_every_layout() -> None:
     for operation in (MOE_OUTPUT, ALLREDUCE):
         for case in aimed_cases(operation, source="routes", tokens=9):

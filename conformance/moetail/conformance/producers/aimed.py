@@ -403,7 +403,7 @@ def _scaled(values: Tensor, scale: float) -> Tensor:
 def _scale_table(scale: float) -> Tensor:
     """``[n, 2]``: (mantissa, part of its last place) of sums for which the order of rounding and
     scaling matters; of those the ones with a product that is exact, and a sum that truncates to
-    what it rounds to, where the scale has such."""
+    what it rounds to, where the scale has such. Empty where it never matters."""
     mantissa = torch.arange(128, 256, dtype=torch.float64).unsqueeze(1)
     part = torch.arange(-15, 16, dtype=torch.float64).unsqueeze(0) / 32
     total = mantissa + part
@@ -412,8 +412,9 @@ def _scale_table(scale: float) -> Tensor:
     differ = (legal != wrong) & (bf16(total) == mantissa)
     exact = _scaled(mantissa, scale) == legal
     score = (4 * exact.expand_as(differ) + 2 * (part > 0)) * differ + differ.double()
+    best = differ & (score == score.max())
     return torch.stack(
-        [grid[score == score.max()] for grid in (mantissa.expand_as(score), part.expand_as(score))],
+        [grid[best] for grid in (mantissa.expand_as(score), part.expand_as(score))],
         dim=1,
     )
 
@@ -439,17 +440,26 @@ def _scale(case: Case) -> Problem:
 @functools.lru_cache(maxsize=64)
 def _product_table(scale: float) -> Tensor:
     """``[n, 3]``: (mantissa, its product's BF16, the product) for products far from BF16's grid,
-    and rather above it, so that truncation gives what rounding gives."""
+    and rather above it, so that truncation gives what rounding gives. Empty where the scale has
+    hardly any."""
     mantissa = torch.arange(128, 256, dtype=torch.float64)
     product = _scaled(mantissa, scale)
     rounded = bf16(product)
     off = (product - rounded) * product.sign() / _ulp(rounded)
-    for good in ((off > 0.2) & (off < 0.5), (off.abs() > 0.2) & (off.abs() < 0.5)):
-        if int(good.sum()) >= 8:
-            break
-    if not bool(good.any()):
-        good = off.abs() == off.abs().max()
+    good = (off > 0.2) & (off < 0.5)
+    if int(good.sum()) < 8:
+        good = (off.abs() > 0.2) & (off.abs() < 0.5)
+    if int(good.sum()) < 8:
+        good = torch.zeros_like(good)
     return torch.stack([mantissa[good], rounded[good], product[good]], dim=1)
+
+
+def _order_shows(case: Case) -> str | None:
+    return None if len(_scale_table(case.routed_scale)) else "needs a routed_scale further from 1"
+
+
+def _product_shows(case: Case) -> str | None:
+    return None if len(_product_table(case.routed_scale)) else "needs a routed_scale further from 1"
 
 
 def _leftover(rounded: Tensor, gen: torch.Generator) -> Tensor:
@@ -703,6 +713,8 @@ def _residual(case: Case) -> Problem:
 def _residual_needs(case: Case) -> str | None:
     if case.scales is None or 0.0 in case.scales or all(map(_power_of_two, case.scales)):
         return "needs scales, one of them no power of two"
+    if not all(len(_any_product_table(scale)) for scale in case.scales):
+        return "needs scales further from 1"
     return None
 
 
@@ -732,8 +744,8 @@ def _shared_needs(case: Case) -> str | None:
     if case.routed_scale == 0.0:
         return "needs a routed_scale that is not 0"
     if case.top_k == 1 or case.routed != "routes":
-        return _odd_scale(case)
-    return None
+        return _odd_scale(case) or _product_shows(case)
+    return None if _power_of_two(case.routed_scale) else _product_shows(case)
 
 
 def _over_ranks(case: Case, large: Tensor, small: Tensor, residual: Tensor | None) -> Problem:
@@ -867,14 +879,14 @@ AIMED = (
         "sums for which rounding and scaling do not commute",
         _scale,
         "ROUND-2",
-        _need(_routes, _odd_scale, _no_scales),
+        _need(_routes, _odd_scale, _order_shows, _no_scales),
     ),
     Source(
         "scale-round",
         "scaled sums whose own rounding shows in what follows",
         _scale_round,
         "ROUND-2",
-        _need(_routes, _odd_scale, _scale_round_needs),
+        _need(_routes, _odd_scale, _product_shows, _scale_round_needs),
     ),
     Source(
         "norm-affine",

@@ -60,7 +60,8 @@ def permuted_rows(
         index[group] = torch.arange(at, last, dtype=torch.int32)
         at += -(-group.numel() // tile) * tile
     total = last if tight else at + int(integers(0, 2 * tile, (1,), gen))
-    out = poisoned((total, hidden), poison, gen)
+    # A rank without a single route still has a row, as no buffer of a producer is empty.
+    out = poisoned((max(total, min(tokens, 1)), hidden), poison, gen)
     out[index[flat_local].long()] = rows.reshape(-1, hidden)[flat_local]
     return out, index.view(tokens, top_k)
 
