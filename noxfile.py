@@ -156,15 +156,13 @@ def nvcc(session: nox.Session) -> dict[str, str]:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if shutil.which("nvcc") or (home and (Path(home) / "bin" / "nvcc").exists()):
         return {}
-    if session.venv_backend == "none":
-        session.error("no nvcc: set CUDA_HOME, or let nox make its environment")
-    session.install("-c", "constraints.txt", *COMPILER)
-    purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = session.run("python", "-c", purelib, silent=True)
-    toolkit = Path(str(site).strip()) / "nvidia" / "cu13"
-    # The packages lay files out for run time; linking looks for these two names.
-    for link, target in (("lib64", "lib"), ("lib/libcudart.so", "libcudart.so.13")):
-        if not (toolkit / link).exists():
-            (toolkit / link).symlink_to(target)
+    # Beside the environments, since the files need names that the packages do not give them.
+    target = Path(session.cache_dir) / "cuda"
+    pip = ("python", "-m", "pip", "install", "-q", "-c", "constraints.txt")
+    toolkit = target / "nvidia" / "cu13"
+    if not (toolkit / "lib64").exists():
+        session.run(*pip, "--target", str(target), *COMPILER)
+        (toolkit / "lib" / "libcudart.so").symlink_to("libcudart.so.13")
+        (toolkit / "lib64").symlink_to("lib")  # last: it says that the toolkit is complete
     path = os.pathsep.join((str(toolkit / "bin"), os.environ.get("PATH", "")))
     return {"CUDA_HOME": str(toolkit), "PATH": path}
