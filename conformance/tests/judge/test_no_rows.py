@@ -1,9 +1,9 @@
 """A rank may hold no row at all: then every route is -1."""
 
 import torch
-from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 
 from moetail.conformance.judge import judge
+from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 
 
 def test_no_rows_and_no_local_route_is_zero() -> None:

@@ -213,6 +213,19 @@ def test_rank_sums_are_what_orders_reach(exact, values):
     assert (q.lo.item(), q.hi.item()) == (min(rounded), max(rounded))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_cancelling_sums_of_six_ranks_are_what_orders_reach(exact, seed):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp2(torch.randint(-12, 13, (3,), generator=generator).float())
+    half = torch.randn(3, generator=generator) * spread
+    values = torch.cat([half, -half.flip(0) * (1 + 2.0**-7)]).bfloat16().tolist()
+    reached = exact.sums([(1.0, v) for v in values], fused=False)
+    reached.add(exact.nearest(sum(map(Fraction, values)), 24))
+    q = admit_rank_sum([of(v) for v in values])
+    rounded = {exact.bf16(v) for v in reached}
+    assert (q.lo.item(), q.hi.item()) == (min(rounded), max(rounded))
+
+
 @settings(max_examples=150, deadline=None)
 @given(values=st.lists(st.one_of(USUAL, FINITE), min_size=2, max_size=3), data=st.data())
 def test_rank_sums_of_intervals(exact, values, data):

@@ -28,7 +28,7 @@ each looked at only where the one before leaves more than one BF16 value.
    accumulates in FP64. With 6 to 8 leaves only the first 256 undecided elements of a token are
    followed: random rows have some ten, rows that cancel throughout would take minutes.
 
-Flush-to-zero adds to 1. what could vanish (see ``_unusual_sum`` in ``stages``), and to 3. the hull of
+Flush-to-zero adds to 1. what may vanish (see ``_unusual_sum`` in ``stages``), and to 3. the hull of
 each subnormal result with zero.
 """
 
