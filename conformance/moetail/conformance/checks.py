@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from moetail.conformance import ranks
+from torch import Tensor
+
+from moetail.conformance import ranks, variations
 from moetail.conformance.execution import (
     Outcome,
     Raised,
@@ -193,7 +195,11 @@ class Run:
         """The arguments before the call, rank by rank, where the results are."""
         case = self.step.case
         device = next((str(t.device) for _, t in flatten(self.values)), "cpu")
-        return [case.arguments(rank, device) for rank in range(case.ranks)]
+        calls = [case.arguments(rank, device) for rank in range(case.ranks)]
+        if self.step.variation:
+            name = self.step.variation
+            calls = [variations.apply(name, case, rank, call) for rank, call in enumerate(calls)]
+        return calls
 
 
 @dataclass
@@ -292,6 +298,21 @@ class Tail:
             if not verdict.conforms:
                 raise self.violation(
                     f"{verdict.describe()} ({verdict.wrong} of {verdict.judged} elements wrong)",
+                    verdict=verdict,
+                    runs=[run],
+                )
+
+    def conforms_at(self, run: Run, tokens: Tensor) -> None:
+        """Every element of the tokens in a bool mask ``[T]`` is admissible."""
+        verdict = judge(run.step.case.operation, run.calls, run.values)
+        for output in verdict.outputs:
+            mask = tokens.to(output.wrong_mask.device)
+            wrong = output.wrong_mask & mask[:, None]
+            self.tally.judged += int(mask.sum()) * wrong.shape[1]
+            if bool(wrong.any()):
+                token = int(wrong.nonzero()[0][0])
+                raise self.violation(
+                    f"{verdict.describe()} ({int(wrong.sum())} wrong, from token {token} on)",
                     verdict=verdict,
                     runs=[run],
                 )

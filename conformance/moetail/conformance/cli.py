@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -145,6 +146,8 @@ def check(
     from moetail.conformance.show import matrix_table, verdict_line, violation_text
 
     console = Console(highlight=False)
+    # The cases are small: threads would cost more than they bring, and take the ranks' cores.
+    torch.set_num_threads(1)
     device = _device(impl, device, require_gpu)
     implementation = load(impl)
     make_plan(profile=profile, seed=seed, ranks=ranks, device=device, timeout=rank_timeout)
@@ -191,8 +194,6 @@ def check(
 
 
 def _device(impl: str, device: str, require_gpu: bool) -> str:
-    import torch
-
     has_gpu = torch.cuda.is_available()
     if require_gpu and not has_gpu:
         raise UsageError("--require-gpu: torch finds no GPU here; allowed: a machine with one")

@@ -504,7 +504,24 @@ def _other_dead_weights(case: Case, rank: int, arguments: Arguments) -> Argument
     return _set(arguments, path, lambda _: changed)
 
 
+def _zero_weights(case: Case, rank: int, arguments: Arguments) -> Arguments:
+    """Weight zero on live routes whose row holds NaN or infinity: a product is NaN (ROUTE-5)."""
+    if "expert_outputs" in arguments:
+        special = ~arguments["expert_outputs"].isfinite().all(dim=-1)[: case.tokens]
+        weights = arguments["expert_weights"].clone()
+        weights[: case.tokens][special] = 0.0
+        return {**arguments, "expert_weights": weights}
+    path, x = _unfinalized(arguments)
+    rows, index = x.gemm2_permuted, x.expanded_idx_to_permuted_idx
+    if rows.shape[0] == 0:
+        return arguments
+    special = ~rows.isfinite().all(dim=-1)[index.clamp(min=0).long()] & (index >= 0)
+    weights = torch.where(special, torch.zeros_like(x.expert_weights), x.expert_weights)
+    return _set(arguments, path, lambda _: dataclasses.replace(x, expert_weights=weights))
+
+
 NEUTRAL: dict[str, Change] = {
+    "zero-weights": _zero_weights,
     "other-dead-weights": _other_dead_weights,
     "permuted-rows": _permute_rows,
     "more-rows": _append_rows,

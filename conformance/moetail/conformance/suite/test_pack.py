@@ -31,10 +31,12 @@ def test_pack_1_refuses_rows_that_are_not_dense(tail: Tail, trial: Trial) -> Non
 
 
 def _wrappings(plan: Plan, name: str) -> Iterator[Trial]:
-    count = plan.pick(2, 8)
-    fixed = {"layout": "permuted", "local": 0.5, "tokens": 6, "top_k": 4}
-    for case in draw(plan, name, "padding", count, free=True, fixed=fixed):
-        yield Trial(name, case, "more-rows")
+    fixed = {"layout": "permuted", "tokens": 6}
+    # Sums that cancel show in which order they were taken.
+    for source, local, top_k in (("normal", 0.5, 4), ("cancel", 1.0, 8)):
+        here = {**fixed, "local": local, "top_k": top_k}
+        cases = draw(plan, name, "padding", plan.pick(1, 4), source, free=True, fixed=here)
+        yield from trials(cases, "more-rows")
 
 
 @checks_rule("PACK-2", _wrappings, varies=True)

@@ -24,21 +24,54 @@ def test_route_1_weights_of_remote_routes_change_no_bit(tail: Tail, trial: Trial
     tail.same(first, other, "other weights in the -1 slots changed the result")
 
 
-@checks_rule("ROUTE-1", aimed("routes"))
+def _not_route_major(plan: Plan, name: str) -> Iterator[Trial]:
+    # A fault of the route-major layout alone is PACK-3's.
+    yield from (t for t in aimed("routes")(plan, name) if t.case.layout != "route_major")
+
+
+def _unpadded(plan: Plan, name: str) -> Iterator[Trial]:
+    fixed = {"layout": "identity", "local": 0.5, "tokens": 6, "top_k": 4}
+    yield from trials(draw(plan, name, "unpadded", plan.pick(1, 4), "routes", fixed=fixed))
+
+
+@checks_rule("ROUTE-1", _unpadded)
+def test_route_1_remote_routes_contribute_nothing_to_others(tail: Tail, trial: Trial) -> None:
+    """As the next test, but without padding rows, and of tokens that have a local route."""
+    (run,) = tail.run(Step(trial.case))
+    tail.returned(run)
+    empty = torch.stack([_empty_tokens(call) for call in run.calls]).any(dim=0)
+    tail.conforms_at(run, ~empty)
+
+
+@checks_rule("ROUTE-1", _not_route_major)
 def test_route_1_remote_routes_contribute_nothing(tail: Tail, trial: Trial) -> None:
     tail.conforms(*tail.run(Step(trial.case)))
 
 
 def _permutations(plan: Plan, name: str) -> Iterator[Trial]:
-    fixed = {"layout": "permuted", "tokens": 6}
-    cases = draw(plan, name, "permute", plan.pick(2, 8), free=True, fixed=fixed)
-    yield from trials(cases, "permuted-rows")
+    # Sums that cancel show in which order they were taken.
+    for source, top_k in (("normal", 4), ("cancel", 8)):
+        fixed = {"layout": "permuted", "tokens": 6, "top_k": top_k, "local": 1.0}
+        cases = draw(plan, name, "permute", plan.pick(1, 4), source, free=True, fixed=fixed)
+        yield from trials(cases, "permuted-rows")
 
 
 @checks_rule("ROUTE-2", _permutations, varies=True)
 def test_route_2_permuting_rows_changes_no_bit(tail: Tail, trial: Trial) -> None:
     first, permuted = tail.run(Step(trial.case), Step(trial.case, trial.variation))
     tail.same(first, permuted, "permuting rows together with the map changed the result")
+
+
+def _exact_weights(plan: Plan, name: str) -> Iterator[Trial]:
+    # Powers of two and small integers: a BF16 accumulator is right on them, too.
+    for dtype in ("fp32", "bf16", "fp16"):
+        fixed = {"weights": dtype, "tokens": 5, "top_k": 4}
+        yield from trials(draw(plan, name, dtype, plan.pick(1, 2), "grid", fixed=fixed))
+
+
+@checks_rule("ROUTE-3", _exact_weights)
+def test_route_3_weights_of_every_dtype_are_read(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
 
 
 @checks_rule("ROUTE-3", aimed("weights"))
@@ -93,9 +126,11 @@ def test_route_4_a_token_without_routes_is_zero(tail: Tail, trial: Trial) -> Non
 def _special(plan: Plan, name: str) -> Iterator[Trial]:
     for source in ("nan", "inf"):
         yield from trials(draw(plan, name, "special", plan.pick(1, 4), source))
+        cases = draw(plan, name, "zero weight", plan.pick(1, 2), source)
+        yield from trials(cases, "zero-weights")
 
 
-@checks_rule("ROUTE-5", _special)
+@checks_rule("ROUTE-5", _special, varies=None)
 def test_route_5_nan_and_infinity_propagate(tail: Tail, trial: Trial) -> None:
     """Only the class is compared: how finite values are rounded is for other rules to say."""
-    tail.classes(*tail.run(Step(trial.case)))
+    tail.classes(*tail.run(Step(trial.case, trial.variation)))

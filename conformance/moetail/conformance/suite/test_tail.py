@@ -76,7 +76,7 @@ def _anything(plan: Plan, name: str) -> Iterator[Trial]:
 def test_tail_on_any_case(tail: Tail, trial: Trial) -> None:
     """Shapes, options, layouts and sources at will; what fails is shrunk to a small case."""
     case = trial.case
-    examples = tail.plan.pick(4, 40) if case.ranks == 1 else tail.plan.pick(1, 12)
+    examples = tail.plan.pick(4, 40) if case.ranks == 1 else tail.plan.pick(3, 12)
 
     def breaks(found: Case) -> bool:
         tail.begin(tail.rule, Trial(trial.operation, found))
