@@ -213,7 +213,7 @@ def test_route_major(seed, tokens, top_k, experts, three_dimensional, ids, mappi
     shape = (tokens, top_k, 24) if three_dimensional else (tokens * top_k, 24)
     routes = torch.randn(shape, generator=generator).to(torch.bfloat16)
     weights = torch.rand(tokens, top_k, generator=generator)
-    topk_ids = torch.randint(-2, experts, (tokens, top_k), generator=generator).to(ids)
+    topk_ids = torch.randint(-20, experts, (tokens, top_k), generator=generator).to(ids)
     expert_map = torch.randint(-3, 4, (experts,), generator=generator).to(torch.int32)
     before = [tensor.clone() for tensor in (routes, weights, topk_ids, expert_map)]
     result = reference.route_major_moe_output(
