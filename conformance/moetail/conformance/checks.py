@@ -293,14 +293,18 @@ class Tail:
         """Every element of every run is admissible."""
         for run in runs:
             self.returned(run)
-            verdict = judge(run.step.case.operation, run.calls, run.values)
-            self.tally.add(Tally(verdict.judged, verdict.not_judged, verdict.ambiguous))
-            if not verdict.conforms:
-                raise self.violation(
-                    f"{verdict.describe()} ({verdict.wrong} of {verdict.judged} elements wrong)",
-                    verdict=verdict,
-                    runs=[run],
-                )
+            self.conforms_values(run, run.calls)
+
+    def conforms_values(self, run: Run, calls: list[dict[str, Any]]) -> None:
+        """What a run returned is admissible for the arguments ``calls``, rank by rank."""
+        verdict = judge(run.step.case.operation, calls, run.values)
+        self.tally.add(Tally(verdict.judged, verdict.not_judged, verdict.ambiguous))
+        if not verdict.conforms:
+            raise self.violation(
+                f"{verdict.describe()} ({verdict.wrong} of {verdict.judged} elements wrong)",
+                verdict=verdict,
+                runs=[run],
+            )
 
     def conforms_at(self, run: Run, tokens: Tensor) -> None:
         """Every element of the tokens in a bool mask ``[T]`` is admissible."""

@@ -24,7 +24,21 @@ from moetail.reference import BeamAllReduceWorkspace
 from moetail.spec import operation
 from moetail.spec.rules import FINALIZE
 
-__all__ = ["Outcome", "Raised", "Step", "execute", "flatten", "outputs", "same_bits"]
+__all__ = [
+    "EAGER",
+    "GRAPH",
+    "STREAM",
+    "Outcome",
+    "Raised",
+    "Step",
+    "execute",
+    "flatten",
+    "outputs",
+    "same_bits",
+]
+
+
+EAGER, STREAM, GRAPH = "eager", "stream", "graph"
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,10 @@ class Step:
         fill: memory that the call allocates starts as NaN, so that unwritten elements show.
         reuse: the case's values are copied into the tensors of the step before (same addresses),
             as when a captured graph is replayed.
+        guard: every tensor lies between stretches of NaN, which the call must neither use nor
+            change.
+        mode: EAGER; on a GPU also STREAM (on another stream, where the inputs arrive late) or
+            GRAPH (captured on other values, replayed on the case's).
         snapshot: compare every argument's bits before and after (needs a copy of each).
         thresholds: (moe_gather_oneshot_max_tokens, moe_gather_separate_norm_min_tokens) to set on
             the workspace, or None to leave them.
@@ -47,6 +65,8 @@ class Step:
     variation: str = ""
     fill: bool = False
     reuse: bool = False
+    guard: bool = False
+    mode: str = EAGER
     snapshot: bool = True
     thresholds: tuple[int, int | None] | None = None
     max_tokens: int = 0
@@ -164,6 +184,48 @@ def _refill(previous: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
     }
 
 
+class _Guards:
+    """Arguments moved into buffers with NaN before and behind each tensor.
+
+    The stretches are multiples of 256 bytes, so that alignment stays what it was.
+    """
+
+    _BYTES = 4096
+
+    def __init__(self) -> None:
+        self._walls: list[tuple[str, Tensor, Tensor]] = []
+
+    def place(self, arguments: Any, prefix: str = "") -> Any:
+        """``arguments`` with every tensor in a guarded buffer of its own."""
+        if isinstance(arguments, Tensor):
+            return self._surround(prefix, arguments)
+        if dataclasses.is_dataclass(arguments) and not isinstance(arguments, type):
+            changes = {
+                item.name: self.place(getattr(arguments, item.name), f"{prefix}.{item.name}")
+                for item in dataclasses.fields(arguments)
+            }
+            return dataclasses.replace(arguments, **changes)
+        if isinstance(arguments, Mapping):
+            return {name: self.place(value, name) for name, value in arguments.items()}
+        return arguments
+
+    def _surround(self, name: str, tensor: Tensor) -> Tensor:
+        wall = self._BYTES // tensor.element_size()
+        buffer = tensor.new_empty(2 * wall + tensor.numel())
+        poison = float("nan") if tensor.is_floating_point() else -(1 << 30)
+        buffer.fill_(poison)
+        inside = buffer[wall : wall + tensor.numel()].view(tensor.shape)
+        inside.copy_(tensor)
+        for side in (buffer[:wall], buffer[wall + tensor.numel() :]):
+            self._walls.append((f"the memory around {name}", side, side.clone()))
+        return inside
+
+    def broken(self) -> tuple[str, ...]:
+        """What lies around which tensors was changed."""
+        changed = [name for name, side, before in self._walls if not same_bits(side, before)]
+        return tuple(dict.fromkeys(changed))
+
+
 class _CountingGather:
     """The workspace's hook: torch.distributed's own collective, counted."""
 
@@ -227,7 +289,7 @@ def execute(
         if step.variation:
             arguments = variations.apply(step.variation, step.case, rank, arguments)
         function = loaded.get(step.case.operation)
-        outcomes.append(_call(function, step, arguments, workspaces, torch.device(device)))
+        outcomes.append(_call(function, step, rank, arguments, workspaces, torch.device(device)))
         if group is not None and outcomes[-1].refusal:
             raise Raised(outcomes)
     return outcomes
@@ -236,10 +298,14 @@ def execute(
 def _call(
     function: Callable[..., Any],
     step: Step,
+    rank: int,
     arguments: dict[str, Any],
     workspaces: _Workspaces,
     device: torch.device,
 ) -> Outcome:
+    guards = _Guards()
+    if step.guard:
+        arguments = guards.place(arguments)
     tensors = {name: tensor for name, tensor in flatten(arguments) if not tensor.is_meta}
     before = {name: tensor.clone() for name, tensor in tensors.items()} if step.snapshot else {}
     destination = arguments["output"] if step.case.operation == FINALIZE else None
@@ -256,7 +322,11 @@ def _call(
     value, refusal, trace = None, "", ""
     try:
         with filled:
-            value = function(**arguments, **extra)
+            if step.mode == EAGER:
+                value = function(**arguments, **extra)
+            else:
+                other = step.case.replace(seed=step.case.seed + 1).arguments(rank, device)
+                value = _RUN[step.mode](function, arguments, other, extra)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # any exception is a refusal, whatever the check makes of it
@@ -266,6 +336,7 @@ def _call(
         for name, copy in before.items()
         if not (tensors[name] is destination and not refusal) and not same_bits(copy, tensors[name])
     )
+    changed += guards.broken()
     returned = destination is None or (
         isinstance(value, Tensor)
         and value.data_ptr() == destination.data_ptr()
@@ -274,3 +345,64 @@ def _call(
     if destination is not None and isinstance(value, Tensor):
         value = value.clone()  # a later step may write the same destination
     return Outcome(value, refusal, trace, changed, returned, hook.calls)
+
+
+_DELAY_CYCLES = 20_000_000  # about 10 ms
+
+
+def _exchange(arguments: dict[str, Any], other: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of an argument's tensor and its values, after ``other``'s values were put into it."""
+    pairs = []
+    for (name, tensor), (_, replacement) in zip(flatten(arguments), flatten(other), strict=True):
+        if tensor.shape != replacement.shape:
+            raise ValueError(f"values can be exchanged between equal shapes only; {name} differs")
+        pairs.append((tensor, tensor.clone()))
+        tensor.copy_(replacement)
+    return pairs
+
+
+def _on_a_stream(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    other: dict[str, Any],
+    extra: dict[str, Any],
+) -> Any:
+    """On another stream, where the values arrive late: who runs elsewhere reads the others."""
+    pairs = _exchange(arguments, other)
+    function(**arguments, **extra)  # whatever is built or loaded on first use
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
+        for tensor, values in pairs:
+            tensor.copy_(values)
+        value = function(**arguments, **extra)
+    stream.synchronize()
+    return value
+
+
+def _in_a_graph(
+    function: Callable[..., Any],
+    arguments: dict[str, Any],
+    other: dict[str, Any],
+    extra: dict[str, Any],
+) -> Any:
+    """Captured with other values in the tensors, replayed on theirs, and again, twice."""
+    pairs = _exchange(arguments, other)
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        function(**arguments, **extra)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value = function(**arguments, **extra)
+    graph.replay()
+    for tensor, values in pairs:
+        tensor.copy_(values)
+    graph.replay()
+    graph.replay()
+    torch.cuda.synchronize()
+    return value
+
+
+_RUN = {STREAM: _on_a_stream, GRAPH: _in_a_graph}

@@ -520,7 +520,33 @@ def _zero_weights(case: Case, rank: int, arguments: Arguments) -> Arguments:
     return _set(arguments, path, lambda _: dataclasses.replace(x, expert_weights=weights))
 
 
+def _repeated_past_int32(case: Case, rank: int, arguments: Arguments) -> Arguments:
+    """The case's tokens over and over, until rows and outputs pass 2^31 elements (RUN-6)."""
+    times = -(-PAST_INT32 // (case.tokens * case.hidden)) + 1
+
+    def repeat(tensor: Tensor) -> Tensor:
+        return tensor.repeat(times, *[1] * (tensor.dim() - 1))
+
+    if case.operation == FINALIZE:
+        made = dict(arguments)
+        for name in ("expert_outputs", "expert_weights"):
+            made[name] = repeat(arguments[name][: case.tokens])
+        return {**made, "output": repeat(arguments["output"])}
+    made = {**arguments, "residual": repeat(arguments["residual"])}
+    if case.operation == BOUNDARY:
+        return {**made, "x": repeat(arguments["x"])}
+    _, x = _unfinalized(arguments)
+    rows = repeat(x.gemm2_permuted[: case.tokens * case.top_k])
+    weights = repeat(x.expert_weights[: case.tokens])
+    index = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+    return {
+        **made,
+        "x": UnfinalizedMoEOutput(rows, weights, index.view(weights.shape), x.route_major),
+    }
+
+
 NEUTRAL: dict[str, Change] = {
+    "repeated-past-int32": _repeated_past_int32,
     "zero-weights": _zero_weights,
     "other-dead-weights": _other_dead_weights,
     "permuted-rows": _permute_rows,

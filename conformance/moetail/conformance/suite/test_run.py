@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step, flatten, outputs, same_bits
+import torch
+
+from moetail.conformance.checks import NotJudged, Plan, Run, Tail, Trial, checks_rule
+from moetail.conformance.execution import GRAPH, STREAM, Outcome, Step, flatten, outputs, same_bits
 from moetail.conformance.trials import draw, general, trials
-from moetail.spec.rules import ALLREDUCE, BOUNDARY, CONVERT, GATHER, MOE_OUTPUT, ROUTE_MAJOR
+from moetail.spec import rule
+from moetail.spec.rules import (
+    ALLREDUCE,
+    BOUNDARY,
+    CONVERT,
+    FINALIZE,
+    FUSED,
+    GATHER,
+    MOE_OUTPUT,
+    ROUTE_MAJOR,
+)
 
 _CONVERSIONS = (CONVERT, ROUTE_MAJOR)
 
@@ -35,6 +48,20 @@ def test_run_2_inputs_are_not_modified(tail: Tail, trial: Trial) -> None:
         tail.require(
             not outcome.changed, f"modified its input {', '.join(outcome.changed)}{where}", run
         )
+
+
+def _walled(plan: Plan, name: str) -> Iterator[Trial]:
+    yield from trials(draw(plan, name, "walls", plan.pick(1, 4), "grid"))
+
+
+@checks_rule("RUN-2", _walled, operations=rule("RUN-1").operations)
+def test_run_2_nothing_around_the_tensors_is_touched(tail: Tail, trial: Trial) -> None:
+    """Every tensor lies between stretches of NaN: who writes there or reads there shows."""
+    (plain, walled) = tail.run(Step(trial.case), Step(trial.case, guard=True))
+    tail.same(plain, walled, "with NaN around every tensor, other bits")
+    for rank, outcome in enumerate(walled.outcomes):
+        where = f" on rank {rank}" if rank else ""
+        tail.require(not outcome.changed, f"modified {', '.join(outcome.changed)}{where}", walled)
 
 
 def _plain(plan: Plan, name: str) -> Iterator[Trial]:
@@ -83,6 +110,27 @@ def test_run_4_changed_inputs_in_the_same_buffers(tail: Tail, trial: Trial) -> N
     tail.same(first, again, "with the first values back in the same buffers, other bits")
 
 
+def _on_gpu(plan: Plan, name: str) -> Iterator[Trial]:
+    if plan.device != "cuda":
+        return
+    fixed = {"layout": "route_major"} if name in (MOE_OUTPUT, ALLREDUCE) else {}
+    for tokens in (1, 5, 300):
+        here = {**fixed, "tokens": tokens}
+        yield from trials(draw(plan, name, ("gpu", tokens), plan.pick(1, 3), free=True, fixed=here))
+
+
+@checks_rule("RUN-4", _on_gpu)
+def test_run_4_on_the_current_stream(tail: Tail, trial: Trial) -> None:
+    eager, streamed = tail.run(Step(trial.case), Step(trial.case, mode=STREAM, snapshot=False))
+    tail.same(eager, streamed, "on another stream, other bits: it does not run there")
+
+
+@checks_rule("RUN-4", _on_gpu)
+def test_run_4_a_replayed_graph_equals_eager(tail: Tail, trial: Trial) -> None:
+    eager, replayed = tail.run(Step(trial.case), Step(trial.case, mode=GRAPH, snapshot=False))
+    tail.same(eager, replayed, "a graph captured on other values and replayed gave other bits")
+
+
 def _sequences(plan: Plan, name: str) -> Iterator[Trial]:
     for ranks in plan.group_sizes(name):
         for number in range(plan.pick(1, 3)):
@@ -116,16 +164,44 @@ def test_run_5_one_workspace_serves_any_sequence(tail: Tail, trial: Trial) -> No
             tail.same(run, alone, what)
 
 
-def _far(plan: Plan, name: str) -> Iterator[Trial]:
-    if name not in (MOE_OUTPUT, ALLREDUCE):
+def _many_tokens(plan: Plan, name: str) -> Iterator[Trial]:
+    # Every element is read and written here, which is quick on a GPU only.
+    if plan.device != "cuda" or name not in (FINALIZE, BOUNDARY, FUSED):
         return
+    norms = {"post": "affine"} if name == FINALIZE else {"post": "affine", "next": "affine"}
+    fixed = {"tokens": 3, "top_k": 1, "hidden": 8192, **norms}
+    yield from trials(draw(plan, name, "many", 1, fixed=fixed), "repeated-past-int32")
+
+
+@checks_rule("RUN-6", _many_tokens, varies=True)
+def test_run_6_tokens_past_two_to_the_31_elements(tail: Tail, trial: Trial) -> None:
+    """The case's tokens over and over; its last repetition is judged."""
+    try:
+        (run,) = tail.run(Step(trial.case, trial.variation, snapshot=False))
+    except torch.OutOfMemoryError as error:
+        raise NotJudged(f"no memory for 2^31 elements: {error}") from None
+    if any("OutOfMemory" in outcome.refusal for outcome in run.outcomes):
+        raise NotJudged("no memory for 2^31 elements")
+    tail.returned(run)
+    last = [_last_tokens(value, trial.case.tokens) for value in run.values]
+    calls = [trial.case.arguments(device=tail.plan.device)]
+    tail.conforms_values(Run(Step(trial.case), [Outcome(value) for value in last]), calls)
+
+
+def _last_tokens(value: Any, tokens: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value[-tokens:]
+    return tuple(None if item is None else item[-tokens:] for item in value)
+
+
+def _far(plan: Plan, name: str) -> Iterator[Trial]:
     several = [ranks for ranks in plan.group_sizes(name) if ranks <= 2][:1]
     fixed = {"layout": "permuted", "tokens": 3, "top_k": 2, "hidden": 4096}
     for case in draw(plan, name, "far", 1, "grid", fixed=fixed, ranks=several):
         yield Trial(name, case, "past-int32")
 
 
-@checks_rule("RUN-6", _far, varies=True)
+@checks_rule("RUN-6", _far, operations=(MOE_OUTPUT, ALLREDUCE), varies=True)
 def test_run_6_offsets_past_two_to_the_31(tail: Tail, trial: Trial) -> None:
     try:
         near, far = tail.run(Step(trial.case), Step(trial.case, trial.variation, snapshot=False))
