@@ -1,0 +1,298 @@
+// The norms of the tail in one pass over memory: an x that is either finalized here from the routes'
+// rows or given as a row, its post-norm, the scaled residual add, the next norm. A token's sum of
+// squares needs all of its row, so a token belongs to one block, or to one cluster of blocks.
+#include <algorithm>
+
+#include "binding.h"
+#include "stages.cuh"
+
+namespace moetail {
+namespace {
+
+struct TailParams {
+  Experts experts;          // kRoutes > 0
+  const bf16* x;            // [T, H], kRoutes = 0
+  const bf16* residual;     // [T, H] or nullptr: no residual add
+  const bf16* post_weight;  // [H] or nullptr: no affine
+  const bf16* next_weight;
+  bf16* hidden;             // [T, H]
+  bf16* normalized;         // [T, H] or nullptr: no next norm
+  float routed_scale, post_eps, next_eps, x_scale, r_scale, reciprocal_of_size;
+  bool post_norm;
+  int chunks;               // H / 256
+  int blocks_per_token;
+};
+
+// kVectors: 16-byte vectors a thread holds. kRoutes: rows of a token in flight at a time (0: x is a
+// row). kCluster: a token is spread over a cluster of blocks.
+template <int kRoutes, int kVectors, bool kCluster, int kMaxThreads, int kMinBlocks>
+__global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
+    tail_kernel(const __grid_constant__ TailParams p) {
+  __shared__ TokenSum sums[2];
+  const int lane = threadIdx.x % kWarp;
+  const int block = kCluster ? blockIdx.x % p.blocks_per_token : 0;
+  const int64_t token = kCluster ? blockIdx.x / p.blocks_per_token : blockIdx.x;
+  const int warp = block * (blockDim.x / kWarp) + threadIdx.x / kWarp;
+  const int warps = (kCluster ? p.blocks_per_token : 1) * (blockDim.x / kWarp);
+  const int64_t hidden_size = int64_t{p.chunks} * kChunk;
+  const int64_t row = token * hidden_size;
+  auto held = [&](int v) { return v * warps + warp < p.chunks; };
+  auto column = [&](int v) { return (v * warps + warp) * kChunk + lane * kVector; };
+  if constexpr (kCluster) cluster_sums_init(sums, 2, warps);
+  wait_for_previous_grid();
+
+  // A thread of one vector asks for everything at the start, norm weights too, since its time is
+  // latency; one of several keeps its registers for rows.
+  constexpr bool kAllAtOnce = kVectors == 1;
+  uint4 value[kVectors], residual[kVectors], post_weight[kVectors], next_weight[kVectors];
+  Route route{-1, 0};
+  if constexpr (kRoutes > 0) route = load_route(p.experts, token);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if constexpr (kAllAtOnce) {
+      post_weight[v] = load_once(p.post_weight + column(v), held(v) && p.post_weight);
+      next_weight[v] = load_once(p.next_weight + column(v), held(v) && p.next_weight);
+    }
+    residual[v] = load_once(p.residual + row + column(v), held(v) && p.residual);
+    if constexpr (kRoutes == 0) value[v] = load_once(p.x + row + column(v), held(v));
+  }
+  if constexpr (kRoutes > 0) {
+    float sum[kVectors][kVector] = {};
+    // Once, but for a K of more routes than a thread has registers for.
+#pragma unroll 1
+    for (int first = 0; first < p.experts.top_k; first += kRoutes) {
+      add_routes<kRoutes>(sum, p.experts, route, first, hidden_size, held, column);
+    }
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) value[v] = round_scale(sum[v], p.routed_scale);
+  }
+  let_next_grid_launch();
+  if constexpr (kCluster) cluster_sums_ready();
+
+  if (p.post_norm) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!kAllAtOnce && p.post_weight && held(v)) {
+        post_weight[v] = load_kept(p.post_weight + column(v));
+      }
+      sum = sum_of_squares(value[v], sum);
+    }
+    sum = sum_over_token<kCluster>(sum, &sums[0], warp, warps, p.blocks_per_token);
+    const float inv = inverse_rms(sum, p.reciprocal_of_size, p.post_eps);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      value[v] = normalize(value[v], inv, post_weight[v], p.post_weight != nullptr);
+    }
+  }
+  if (p.residual) {
+    const float x_scale = p.x_scale, r_scale = p.r_scale;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 a = map_rounded([=](float n) { return n * x_scale; }, value[v]);
+      const uint4 b = map_rounded([=](float r) { return r * r_scale; }, residual[v]);
+      value[v] = map_rounded([](float m, float n) { return m + n; }, a, b);
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if (held(v)) store(p.hidden + row + column(v), value[v]);
+  }
+  if (p.normalized) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (!kAllAtOnce && p.next_weight && held(v)) {
+        next_weight[v] = load_kept(p.next_weight + column(v));
+      }
+      sum = sum_of_squares(value[v], sum);
+    }
+    sum = sum_over_token<kCluster>(sum, &sums[1], warp, warps, p.blocks_per_token);
+    const float inv = inverse_rms(sum, p.reciprocal_of_size, p.next_eps);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      if (held(v)) {
+        store(p.normalized + row + column(v),
+                        normalize(value[v], inv, next_weight[v], p.next_weight != nullptr));
+      }
+    }
+  }
+}
+
+// One block a token, any H >= 1 and any address: elements one by one, in place where x is hidden.
+// Rare, so it reads again what it could keep.
+__global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hidden_size) {
+  __shared__ TokenSum sums[2];
+  wait_for_previous_grid();
+  const int64_t row = blockIdx.x * hidden_size;
+  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  float inv = 1.0f;
+  if (p.post_norm) {
+    float sum = 0.0f;
+    for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
+      const float v = __bfloat162float(p.x[row + i]);
+      sum = fmaf(v, v, sum);
+    }
+    sum = sum_over_token<false>(sum, &sums[0], warp, warps, 1);
+    inv = inverse_rms(sum, p.reciprocal_of_size, p.post_eps);
+  }
+  float sum = 0.0f;
+  for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
+    float v = __bfloat162float(p.x[row + i]);
+    if (p.post_norm) {
+      v *= inv;
+      if (p.post_weight) v *= __bfloat162float(p.post_weight[i]);
+      v = round_to_bf16(v);
+    }
+    if (p.residual) {
+      v = round_to_bf16(v * p.x_scale) +
+          round_to_bf16(__bfloat162float(p.residual[row + i]) * p.r_scale);
+    }
+    const bf16 hidden = __float2bfloat16_rn(v);
+    p.hidden[row + i] = hidden;
+    sum = fmaf(__bfloat162float(hidden), __bfloat162float(hidden), sum);
+  }
+  if (!p.normalized) return;
+  sum = sum_over_token<false>(sum, &sums[1], warp, warps, 1);
+  inv = inverse_rms(sum, p.reciprocal_of_size, p.next_eps);
+  for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
+    float v = __bfloat162float(p.hidden[row + i]) * inv;
+    if (p.next_weight) v *= __bfloat162float(p.next_weight[i]);
+    p.normalized[row + i] = __float2bfloat16_rn(v);
+  }
+}
+
+using Kernel = void (*)(TailParams);
+
+// The kernels, by what a thread and a block hold. The last two parameters bound the registers: a
+// thread holds 4 for each row and vector in flight, and 64 Ki registers are what an SM has.
+enum Shape {
+  kOne,      // a block a token, one vector a thread
+  kSpread,   // a cluster a token, one vector a thread
+  kSeveral,  // a block a token, several vectors a thread
+  kMost,     // the same for H > 7168
+};
+
+template <int kRoutes>
+Kernel kernel_of(Shape shape) {
+  if constexpr (kRoutes == 0) {
+    if (shape == kOne) return tail_kernel<0, 2, false, 512, 2>;
+    if (shape == kSpread) return tail_kernel<0, 1, true, 512, 1>;
+    if (shape == kSeveral) return tail_kernel<0, 4, false, 224, 4>;
+    return tail_kernel<0, 4, false, 256, 3>;
+  } else if constexpr (kRoutes <= 2) {
+    if (shape == kSpread) return tail_kernel<kRoutes, 1, true, 512, 1>;
+    return tail_kernel<kRoutes, 2, false, 512, 3>;
+  } else if constexpr (kRoutes <= 8) {
+    if (shape == kOne) return tail_kernel<kRoutes, 1, false, 1024, 1>;
+    if (shape == kSpread) return tail_kernel<kRoutes, 1, true, 512, 1>;
+    return tail_kernel<kRoutes, 2, false, 320, 2>;
+  } else if constexpr (kRoutes == 10) {
+    if (shape == kOne) return tail_kernel<kRoutes, 1, false, 512, 1>;
+    return tail_kernel<kRoutes, 1, true, 512, 1>;
+  } else {
+    return tail_kernel<kRoutes, 1, true, kRoutes <= 16 ? 512 : 256, 1>;
+  }
+}
+
+struct Plan {
+  Kernel kernel;
+  int vectors;  // a thread
+  int cluster;  // blocks a token
+};
+
+// How a token is divided, from T, H, K and the number of SMs. Times are an H200's, at H = 7168.
+Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device& device) {
+  // Few tokens: latency. Eight blocks a token read it eight times as fast as one, which takes 1 us
+  // for 8 rows, and a sum over a cluster costs 0.2 us: 1.9 us instead of 3.8 at T = 1. Past two
+  // blocks an SM the parts of a token queue behind each other, and two halves are better than
+  // eight eighths; past one token for two SMs a token has an SM for itself.
+  int cluster = 1;
+  if (device.capability >= 90) {
+    if (tokens * 8 <= 2 * device.processors) {
+      cluster = 8;
+    } else if (tokens * 2 <= device.processors) {
+      cluster = top_k > 16 ? 4 : 2;
+    }
+  }
+  // Of several tokens, the loads in flight an SM decide. From rows: one vector a thread where such
+  // blocks fill an SM's registers (H of 7168 with one block, up to 4096 with two or more), two where
+  // the one block that fits would leave 40% empty (4096 < H <= 5120). From x, and for one or two
+  // routes, several vectors, or there are too few loads.
+  const bool half_empty = chunks > 16 && chunks <= 20;
+  const Shape shape = cluster > 1 ? kSpread
+                      : from_experts ? (half_empty && top_k > 2 ? kSeveral : kOne)
+                      : tokens <= 2 * device.processors ? kOne
+                      : chunks <= 28                    ? kSeveral
+                                                        : kMost;
+  if (!from_experts) {
+    return {kernel_of<0>(shape), shape == kSpread ? 1 : shape == kOne ? 2 : 4, cluster};
+  }
+  const int vectors = shape == kSpread ? 1 : top_k <= 2 ? 2 : shape == kSeveral ? 2 : 1;
+  if (top_k <= 1) return {kernel_of<1>(shape), vectors, cluster};
+  if (top_k <= 2) return {kernel_of<2>(shape), vectors, cluster};
+  if (top_k <= 4) return {kernel_of<4>(shape), vectors, cluster};
+  if (shape == kSpread && top_k > 8) {
+    if (top_k <= 10) return {kernel_of<10>(shape), vectors, cluster};
+    if (top_k <= 16) return {kernel_of<16>(shape), vectors, cluster};
+    return {kernel_of<32>(shape), vectors, cluster};
+  }
+  if (shape == kOne && (top_k == 9 || top_k == 10) && chunks <= 16) {
+    return {kernel_of<10>(shape), vectors, cluster};
+  }
+  // Eight rows at a time: with a block of 28 warps an SM, that fills its registers.
+  return {kernel_of<8>(shape), vectors, cluster};
+}
+
+}  // namespace
+
+// x: [rows, H] with weights [>= T, K], rows of token t at t*K; [T, H] without. The other tensors are
+// [T, H] and [H]. No post_eps: no post-norm; no residual: hidden is what the post-norm gives; no
+// normalized: no next norm.
+void tail(TensorView x, Optional<TensorView> weights, double routed_scale,
+          Optional<TensorView> post_weight, Optional<double> post_eps,
+          Optional<TensorView> residual, double x_scale, double r_scale,
+          Optional<TensorView> next_weight, double next_eps, TensorView hidden,
+          Optional<TensorView> normalized, bool pdl) {
+  const int64_t tokens = hidden.size(0), hidden_size = hidden.size(1);
+  if (tokens == 0) return;
+  const bool from_experts = weights.has_value();
+  TailParams p = {};
+  if (from_experts) p.experts = experts_of(x, weights, Optional<TensorView>());
+  p.x = static_cast<const bf16*>(x.data_ptr());
+  p.residual = data_or_null<const bf16>(residual);
+  p.post_weight = data_or_null<const bf16>(post_weight);
+  p.next_weight = data_or_null<const bf16>(next_weight);
+  p.hidden = static_cast<bf16*>(hidden.data_ptr());
+  p.normalized = data_or_null<bf16>(normalized);
+  p.routed_scale = static_cast<float>(routed_scale);
+  p.post_norm = post_eps.has_value();
+  p.post_eps = p.post_norm ? static_cast<float>(*post_eps) : 0.0f;
+  p.next_eps = static_cast<float>(next_eps);
+  p.x_scale = static_cast<float>(x_scale);
+  p.r_scale = static_cast<float>(r_scale);
+  p.reciprocal_of_size = 1.0f / static_cast<float>(hidden_size);
+  p.chunks = static_cast<int>(hidden_size / kChunk);
+  const DLDevice device = hidden.device();
+  if (hidden_size % kChunk || hidden_size > kMaxWarps * kChunk ||
+      !aligned(p.x, p.residual, p.post_weight, p.next_weight, p.hidden, p.normalized)) {
+    if (from_experts) {
+      finalize(x, weights, Optional<TensorView>(), Optional<TensorView>(), hidden, routed_scale,
+               pdl);
+      p.x = p.hidden;
+    }
+    launch(tail_any_kernel, device, {tokens, 256, 1, pdl}, p, hidden_size);
+    return;
+  }
+  const Plan chosen = plan(tokens, p.chunks, from_experts, p.experts.top_k, device_of(device));
+  const int parts = chosen.vectors * chosen.cluster;
+  const int warps = (p.chunks + parts - 1) / parts;
+  // 28 chunks in parts of 4 are 7 blocks, not 8.
+  p.blocks_per_token = chosen.cluster > 1 ? (p.chunks + warps - 1) / warps : 1;
+  launch(chosen.kernel, device,
+         {tokens * p.blocks_per_token, warps * kWarp, p.blocks_per_token, pdl}, p);
+}
+
+}  // namespace moetail
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(tail, moetail::tail);
