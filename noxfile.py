@@ -71,7 +71,9 @@ def types(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Unit tests of the four packages; arguments go to pytest."""
     install(session, groups=("test",))
-    session.run("python", "-m", "pytest", *(session.posargs or ["-q"]))
+    session.run(
+        "python", "-m", "pytest", *(session.posargs or ["-q", "-n", "auto", "--dist", "loadfile"])
+    )
 
 
 @nox.session
