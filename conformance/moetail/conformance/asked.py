@@ -13,7 +13,14 @@ from moetail.conformance.results import only
 from moetail.spec import ContractError
 from moetail.spec.rules import OPERATIONS, RULES, operation, rule
 
-__all__ = ["load_checks", "make_plan", "operations_named", "rules_named", "trials_asked"]
+__all__ = [
+    "case_named",
+    "load_checks",
+    "make_plan",
+    "operations_named",
+    "rules_named",
+    "trials_asked",
+]
 
 
 def _integer(name: str, text: object, least: int) -> int:
@@ -80,6 +87,16 @@ def rules_named(words: Iterable[str]) -> tuple[str, ...]:
     return only(named, [*(item.id for item in RULES), TAIL])
 
 
+def case_named(text: str) -> Trial | None:
+    """The trial of that id; None for ""."""
+    if not text:
+        return None
+    try:
+        return Trial.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--case: {error}") from None
+
+
 def load_checks() -> list[Check]:
     """Every check of the suite, in the order in which they are believed."""
     from moetail.conformance import suite
@@ -107,12 +124,9 @@ def trials_asked(
         rules = (TAIL,)
     if rules and check.rule not in rules:
         return []
-    if not case:
+    trial = case_named(case)
+    if trial is None:
         return list(all_trials(check, plan, provided, operations))
-    try:
-        trial = Trial.parse(case)
-    except ValueError as error:
-        raise UsageError(f"--case: {error}") from None
     if operations:
         trial = Trial(operations[0], trial.case, trial.variation)
     fits = check.varies is None or check.varies == bool(trial.variation)

@@ -141,7 +141,7 @@ def check(
 
     Exit code: 0 conforms, 1 violates, 2 usage, 3 nothing was judged.
     """
-    from moetail.conformance.asked import make_plan, operations_named, rules_named
+    from moetail.conformance.asked import case_named, make_plan, operations_named, rules_named
     from moetail.conformance.implementation import load
     from moetail.conformance.show import matrix_table, verdict_line, violation_text
 
@@ -152,6 +152,7 @@ def check(
     implementation = load(impl)
     make_plan(profile=profile, seed=seed, ranks=ranks, device=device, timeout=rank_timeout)
     operations, rules = operations_named(op or []), rules_named(rule or [])
+    case_named(case)
 
     arguments = ["--impl", implementation.spec, "--device", device, "--ranks", ranks]
     arguments += ["--profile", profile, "--seed", str(seed), "--rank-timeout", str(rank_timeout)]

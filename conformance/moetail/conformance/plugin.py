@@ -75,7 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _configure(config: pytest.Config) -> None:
-    from moetail.conformance.asked import make_plan, operations_named, rules_named
+    from moetail.conformance.asked import case_named, make_plan, operations_named, rules_named
     from moetail.conformance.implementation import load
     from moetail.conformance.results import Results
 
@@ -87,6 +87,7 @@ def _configure(config: pytest.Config) -> None:
         device=option("--device"),
         timeout=option("--rank-timeout"),
     )
+    case_named(option("--case"))
     implementation = load(option("--impl"))
     config.stash[_PLAN] = plan
     config.stash[_RESULTS] = Results(
@@ -119,7 +120,7 @@ class _SuiteModule(pytest.Module):
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if path == _SUITE_PATH:
+    if path in (_SUITE_PATH, _SUITE_PATH.parent):
         # A Package would import the folder's __init__ through sys.path.
         return pytest.Dir.from_parent(parent, path=path)
     return None

@@ -89,6 +89,8 @@ def verdict_line(results: Results) -> str:
         return f"NOTHING WAS JUDGED: {results.implementation} ({done}{tail})"
     if results.verdict == CONFORMS:
         return f"CONFORMS: {results.implementation} ({done}{tail})"
+    if results.stopped and not results.violations:
+        return f"NOT DECIDED, the run ended early: {results.implementation} ({done}{tail})"
     broken = []
     for violation in results.violations:
         if violation.rule not in broken:
