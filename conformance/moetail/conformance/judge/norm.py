@@ -35,7 +35,8 @@ def admit_norm(s: Admissible, weight: Tensor | None, eps: float) -> Admissible:
     The FP32 squares may
     - overflow in their sum: 1/sqrt(inf) = 0, so the inverse may be anything from 0 to its value;
     - underflow: a square below H * 2^-126 (squares may be divided by H before they are summed) may
-      be lost. This shows only where mean + eps is itself that small.
+      be lost. This shows only where mean + eps is itself that small; and a sum that may be flushed
+      to zero, with the inverse infinite, leaves its row free.
     A zero row without eps gives 0 * inf, NaN, certainly. NaN in a row makes all of it NaN; with an
     infinity inv is 0, which leaves 0, and NaN at the infinity.
     """
@@ -78,7 +79,6 @@ def admit_norm(s: Admissible, weight: Tensor | None, eps: float) -> Admissible:
     if bool(lost.any()):
         kept = torch.where(squares_lo < size * 2.0 * TINY, 0.0, squares_lo)
         mean_lo = torch.where(lost, kept.mean(dim=-1, keepdim=True) * (1.0 - _FLOAT64), mean_lo)
-        mean_hi = torch.where(lost, mean_hi + 2.0 * HALF_QUANTUM, mean_hi)
         zero = (largest == 0).all(dim=-1, keepdim=True) & (epsilon == 0.0)
         nothing = mean_lo + least_epsilon < TINY  # the root's argument may be flushed
         if row_inf is not None:
