@@ -79,12 +79,14 @@ class Fp16Accumulator(Accumulating):
         return narrowed(total + product, torch.float16)
 
 
-@breaks("ROUND-1")
-class Tf32Products(Accumulating):
-    """Multiplies in TF32, as a tensor core does: both factors cut to ten bits of mantissa."""
+@breaks("ROUND-1", operations=(FINALIZE, FUSED, GATHER))
+class Tf32Products(Reference):
+    """Multiplies in TF32, as a tensor core does: weights cut to ten bits of mantissa."""
 
-    def product(self, weight: Tensor, row: Tensor) -> Tensor:
-        return through_tf32(weight) * row
+    def finalize_slots(
+        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
+    ) -> Tensor:
+        return super().finalize_slots(slots, through_tf32(weights), live, routed_scale)
 
 
 @breaks("ROUND-1", operations=(FINALIZE, FUSED, GATHER))
@@ -111,11 +113,9 @@ class Bf16PartialSums(Accumulating):
 
     def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         half = (index.shape[1] + 1) // 2
-        parts = [
-            narrowed(super().reduce(rows, weights[:, part], index[:, part]), BF16)
-            for part in (slice(0, half), slice(half, None))
-        ]
-        return parts[0] + parts[1]
+        first = super().reduce(rows, weights[:, :half], index[:, :half])
+        second = super().reduce(rows, weights[:, half:], index[:, half:])
+        return narrowed(first, BF16) + narrowed(second, BF16)
 
 
 @breaks("ROUND-1")

@@ -137,12 +137,12 @@ class UnknownStrategyAccepted(Coercing):
         return call
 
 
-@breaks("DOMAIN-1", operations=(FUSED, GATHER))
+@breaks("DOMAIN-1", operations=(GATHER,))
 class UnknownStrategyAcceptedForZeroTokens(UnknownStrategyAccepted):
     """Returns early when there are no tokens, before it has looked at the strategy."""
 
     def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if "strategy" in call and not call["residual"].shape[0]:
+        if operation == GATHER and not call["residual"].shape[0]:
             return super().coerced(operation, call)
         return call
 

@@ -139,7 +139,7 @@ class NextElementsOfUnroundedHidden(UnroundedHidden):
         return self.round(normed if weight is None else normed * weight.to(torch.float32))
 
 
-@breaks("ROUND-6")
+@breaks("ROUND-6", also=("ROUND-4",))
 class NextNormBeforeResidual(Reference):
     """Normalizes what enters the residual add instead of what leaves it."""
 
