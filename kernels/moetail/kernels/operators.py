@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.kernels import build
 from moetail.reference import Reference
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 
@@ -47,6 +46,8 @@ finalize_boundary = torch.ops.moetail.finalize_boundary.default
 
 
 def _kernels(tensor: Tensor) -> Any:
+    from moetail.kernels import build  # not above: it is a command too, and would load twice
+
     return build.library(torch.cuda.get_device_capability(tensor.device))
 
 
