@@ -126,7 +126,6 @@ class Violation(AssertionError):
         found: one sentence, with the first wrong element and what was admissible.
         verdict: the judge's verdict, where the judge decided.
         runs: the runs that showed it.
-        diagnosis: which known deviation explains it; set by whoever diagnoses.
     """
 
     def __init__(
@@ -145,7 +144,6 @@ class Violation(AssertionError):
         self.found = found
         self.verdict = verdict
         self.runs = tuple(runs)
-        self.diagnosis = ""
 
     @property
     def trace(self) -> str:
@@ -204,7 +202,13 @@ class Run:
 
 @dataclass
 class Tail:
-    """The implementation on trial, and the means to run and to judge it."""
+    """The implementation on trial, and the means to run and to judge it.
+
+    Attributes:
+        rule, trial, tally: what is being decided, and how much was looked at so far.
+        ended: operations that left a rank behind, and how; they are not tried again.
+        diagnosed: the sizes of the violations that were diagnosed, by rule and operation.
+    """
 
     implementation: Implementation
     plan: Plan
@@ -212,6 +216,7 @@ class Tail:
     trial: Trial | None = None
     tally: Tally = field(default_factory=Tally)
     ended: dict[str, str] = field(default_factory=dict)
+    diagnosed: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     _pool: RankPool | None = None
 
     @classmethod

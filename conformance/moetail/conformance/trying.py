@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from moetail.conformance.checks import (
+    TAIL,
     Check,
     NotJudged,
     Tail,
@@ -17,10 +18,19 @@ from moetail.conformance.results import CONFORMS, NOT_JUDGED, VIOLATES, TrialRes
 __all__ = ["attempt"]
 
 
+# A diagnosis evaluates the whole catalogue, so not every one of many violations gets one: those do
+# that may be the smallest of their rule and, where the diagnosis names the rule, the first few.
+_MOST_TAILS = 5
+
+
 def attempt(
-    check: Check, tail: Tail, trial: Trial
+    check: Check, tail: Tail, trial: Trial, *, diagnosing: bool = True
 ) -> tuple[TrialResult, Violation | NotJudged | None]:
-    """Run a trial. Any other exception is a fault of the suite, and is raised."""
+    """Run a trial. Any other exception is a fault of the suite, and is raised.
+
+    Args:
+        diagnosing: ask the catalogue what explains the elements that are wrong.
+    """
     started = time.perf_counter()
     status, found = CONFORMS, ""
     error: Violation | NotJudged | None = None
@@ -31,8 +41,9 @@ def attempt(
         status, found, error = NOT_JUDGED, str(nothing), nothing
     except Violation as violation:
         status, found, error = VIOLATES, violation.found, violation
-        rule, trial, diagnosis = violation.rule, violation.trial, violation.diagnosis
-        trace = violation.trace
+        rule, trial, trace = violation.rule, violation.trial, violation.trace
+        if diagnosing and _worth_it(tail, violation):
+            diagnosis, rule = _diagnosed(violation)
     result = TrialResult(
         rule=rule,
         operation=trial.operation,
@@ -52,3 +63,30 @@ def attempt(
         trace=trace,
     )
     return result, error
+
+
+def _worth_it(tail: Tail, violation: Violation) -> bool:
+    if violation.verdict is None or not violation.runs:
+        return False
+    key = (violation.rule, violation.operation)
+    seen = tail.diagnosed.setdefault(key, [])
+    elements = violation.trial.case.elements
+    worth = (
+        len(seen) < _MOST_TAILS if violation.rule == TAIL else elements < min(seen, default=1e99)
+    )
+    if worth:
+        seen.append(elements)
+    return worth
+
+
+def _diagnosed(violation: Violation) -> tuple[str, str]:
+    """What explains it, and the rule to name: where whole tails are judged, the diagnosis knows."""
+    from moetail.conformance.diagnosis import diagnose
+
+    run = violation.runs[0]
+    assert violation.verdict is not None
+    diagnosis = diagnose(
+        run.step.case.operation, run.calls, violation.verdict, prefer=violation.rule
+    )
+    named = diagnosis.rules[0] if diagnosis.rules and violation.rule == TAIL else violation.rule
+    return diagnosis.describe(), named
