@@ -160,12 +160,8 @@ def check(
     arguments += [word for name in rules for word in ("--rule", name)]
     if case:
         arguments += ["--case", case]
+    report = _folder(report)
     if report is not None:
-        report = report.expanduser().resolve()
-        try:
-            report.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--report: {report}: {error.strerror}; allowed: a folder") from None
         arguments += ["--junit-xml", str(report / "junit.xml")]
 
     code, progress = _run_pytest(arguments, console)
@@ -192,6 +188,18 @@ def check(
         console.print(_why_nothing(results), markup=False)
     console.print(verdict_line(results), markup=False, soft_wrap=True)
     raise typer.Exit(results.exit_code)
+
+
+def _folder(report: Path | None) -> Path | None:
+    """The folder of a report, made where it is not there."""
+    if report is None:
+        return None
+    folder = report.expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--report: {folder}: {error.strerror}; allowed: a folder") from None
+    return folder
 
 
 def _device(impl: str, device: str, require_gpu: bool) -> str:
@@ -257,6 +265,70 @@ def cases(
     if number == 0:
         typer.echo("no case fits what was asked for", err=True)
         raise typer.Exit(3)
+
+
+@app.command()
+def mutants(
+    only: Annotated[
+        list[str] | None, typer.Argument(metavar="[ID]...", help="Only these mutants or variants.")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="quick, full or soak.")] = "quick",
+    seed: Annotated[int, typer.Option(help="Shifts the seed of every case.")] = 0,
+    ranks: Annotated[str, typer.Option(help="Numbers of ranks.")] = "1,2,3",
+    workers: Annotated[int, typer.Option(min=1, help="Processes, each with its ranks.")] = 2,
+    report: Annotated[
+        Path | None, typer.Option(help="Write mutants.json into this folder.")
+    ] = None,
+) -> None:
+    """Put the catalogue to the suite: broken implementations and legal variants of the reference.
+
+    Exit code: 0 where every mutant was killed by its rule first and every variant accepted, else 1.
+    """
+    import json
+    from dataclasses import asdict
+
+    from moetail.conformance.asked import make_plan
+    from moetail.conformance.mutants import MUTANTS
+    from moetail.conformance.mutants.table import Row, run_catalogue
+    from moetail.conformance.results import environment
+    from moetail.conformance.show import mutants_tables
+    from moetail.conformance.variants import VARIANTS
+
+    known = [item.id for item in (*MUTANTS, *VARIANTS)]
+    unknown = [name for name in only or [] if name not in known]
+    if unknown:
+        raise UsageError(f"ID: {unknown[0]!r}; allowed: {', '.join(known)}")
+    plan = make_plan(profile=profile, seed=seed, ranks=ranks)
+    folder = _folder(report)
+    console = Console(highlight=False)
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("mutants and variants", total=None)
+
+    def advance(row: Row, done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total, description=row.id)
+
+    with bar:
+        table = run_catalogue(plan, workers=workers, only=only or (), progress=advance)
+    for part in mutants_tables(table):
+        console.print(part)
+    if folder is not None:
+        content = {
+            "environment": environment("cpu"),
+            "plan": {"profile": profile, "seed": seed, "ranks": list(plan.ranks)},
+            "seconds": round(table.seconds, 1),
+            "rows": [asdict(row) for row in table.rows],
+        }
+        (folder / "mutants.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        console.print(f"Report: {folder}", markup=False, soft_wrap=True)
+    raise typer.Exit(table.exit_code)
 
 
 def main(arguments: list[str] | None = None) -> Any:
