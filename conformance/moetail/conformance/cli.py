@@ -294,7 +294,7 @@ def mutants(
     from moetail.conformance.show import mutants_tables
     from moetail.conformance.variants import VARIANTS
 
-    known = [item.id for item in (*MUTANTS, *VARIANTS)]
+    known = [item.id for item in MUTANTS] + [item.id for item in VARIANTS]
     unknown = [name for name in only or [] if name not in known]
     if unknown:
         raise UsageError(f"ID: {unknown[0]!r}; allowed: {', '.join(known)}")

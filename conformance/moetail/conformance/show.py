@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 import textwrap
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from moetail.conformance.checks import TAIL
 from moetail.conformance.results import (
@@ -148,10 +149,11 @@ def mutants_tables(table: MutantsTable) -> Iterator[Any]:
             shown.add_row(row.id, accepted, f"{row.judged:,}", f"{row.case} {row.found}".strip())
         yield shown
     killed = sum(row.killed for row in table.mutants)
-    named = sum(row.right for row in table.mutants)
+    right = sum(row.right for row in table.mutants)
     alarms = len(table.false_alarms)
     yield (
-        f"{killed} of {count(len(table.mutants), 'mutant')} killed, {named} by the right rule first; "
+        f"{killed} of {count(len(table.mutants), 'mutant')} killed, "
+        f"{right} by the right rule first; "
         f"{alarms} false {'alarm' if alarms == 1 else 'alarms'} among "
         f"{count(len(table.variants), 'variant')}, on {table.judged:,} elements; "
         f"{table.seconds:.0f} s"
