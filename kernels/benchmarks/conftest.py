@@ -78,7 +78,8 @@ def _print(machine: dict[str, Any], rows: list[dict[str, Any]]) -> None:
         print(
             f"{row['operation']:9} {row['model']:14} T={row['tokens']:<6} {row['us']:8.2f} us "
             f"{row['tb_s']:6.3f} TB/s  of best {row['share_of_best_bandwidth']:.3f}  of a stream "
-            f"{row.get('share_of_stream', float('nan')):.3f}  x empty "
+            f"{row.get('share_of_stream', float('nan')):.3f}  of its own stream "
+            f"{row.get('share_of_own_stream', float('nan')):.3f}  x empty "
             f"{row['us'] / machine['empty_kernel_us']:6.2f}  {peers}"
         )
 

@@ -88,6 +88,10 @@ class Stream:
     microseconds: float
 
     @property
+    def name(self) -> str:
+        return f"{self.reads}:{self.writes}"
+
+    @property
     def bandwidth(self) -> float:
         """TB/s."""
         return self.bytes / self.microseconds / 1e6

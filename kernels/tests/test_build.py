@@ -101,7 +101,7 @@ def test_compiles_without_a_gpu_and_reports_registers(tmp_path: Path, capsys: An
     assert (tmp_path / "sm90" / "moetail.so").exists()
     report = (tmp_path / "registers-sm90.txt").read_text()
     assert "finalize_kernel<8, 1>" in report
-    assert "tail_kernel<8, 1, true, 512, 1>" in report
+    assert "tail_kernel<8, 1, true, 512, 1, false>" in report
     assert "sm90" in capsys.readouterr().out
 
 

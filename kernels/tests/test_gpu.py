@@ -28,7 +28,7 @@ SHAPES = [
         [(256, 1), (2048, 10), (3072, 3), (4096, 2), (5120, 8), (7168, 8), (7936, 17), (8192, 32)],
         [1, 5, 40, 70, 300],
     )
-]
+] + [(600, 7168, 8)]
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,9 @@ def rounded(value: Tensor) -> Tensor:
 def reduced(rows: Tensor, weights: Tensor, index: Tensor, scale: float) -> Tensor:
     """RN(RN(sum over live routes) * scale) in float64; rows of dead routes are not looked at."""
     total = torch.zeros(index.shape[0], rows.shape[1], dtype=torch.float64, device=DEVICE)
-    for token, slot in (index >= 0).nonzero().tolist():
-        total[token] += weights[token, slot].double() * rows[index[token, slot]].double()
+    for slot in range(index.shape[1]):
+        (live,) = (index[:, slot] >= 0).nonzero(as_tuple=True)
+        total[live] += weights[live, slot, None].double() * rows[index[live, slot]].double()
     return rounded(rounded(total) * scale)
 
 
@@ -171,7 +172,9 @@ def test_fused(tokens: int, hidden: int, top_k: int, options: str) -> None:
         assert_norm(apart[1], hidden_out.double(), next_weight)
 
 
-@pytest.mark.parametrize(("tokens", "hidden"), [(1, 7168), (40, 4096), (200, 7168), (900, 8192)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden"), [(1, 7168), (40, 4096), (200, 7168), (300, 7168), (900, 8192)]
+)
 @pytest.mark.parametrize("scales", [None, (0.625, 1.5)])
 def test_boundary(tokens: int, hidden: int, scales: tuple[float, float] | None) -> None:
     x, residual, weight = grid(tokens, hidden), grid(tokens, hidden), grid(hidden)

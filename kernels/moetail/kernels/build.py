@@ -37,8 +37,8 @@ SOURCES = ("finalize.cu", "tail.cu")
 HEADERS = ("binding.h", "stages.cuh")
 # No fast math: subnormals count, and division and square root are IEEE's.
 FLAGS = ("-Xptxas=-v",)
-# Bytes a thread may spill. The kernels of one or two routes trade a few for a third block an SM.
-MAX_SPILL = 64
+# Bytes a thread may spill: a register or two is the price of one block an SM more.
+MAX_SPILL = 32
 
 _environment_lock = threading.Lock()
 

@@ -24,8 +24,9 @@ struct TailParams {
 };
 
 // kVectors: 16-byte vectors a thread holds. kRoutes: rows of a token in flight at a time (0: x is a
-// row). kCluster: a token is spread over a cluster of blocks.
-template <int kRoutes, int kVectors, bool kCluster, int kMaxThreads, int kMinBlocks>
+// row); kPasses: K may be more than that. kCluster: a token is spread over a cluster of blocks.
+template <int kRoutes, int kVectors, bool kCluster, int kMaxThreads, int kMinBlocks,
+          bool kPasses = false>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     tail_kernel(const __grid_constant__ TailParams p) {
   __shared__ TokenSum sums[2];
@@ -58,10 +59,13 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   }
   if constexpr (kRoutes > 0) {
     float sum[kVectors][kVector] = {};
-    // Once, but for a K of more routes than a thread has registers for.
+    if constexpr (kPasses) {
 #pragma unroll 1
-    for (int first = 0; first < p.experts.top_k; first += kRoutes) {
-      add_routes<kRoutes>(sum, p.experts, route, first, hidden_size, held, column);
+      for (int first = 0; first < p.experts.top_k; first += kRoutes) {
+        add_routes<kRoutes>(sum, p.experts, route, first, hidden_size, held, column);
+      }
+    } else {
+      add_routes<kRoutes>(sum, p.experts, route, 0, hidden_size, held, column);
     }
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) value[v] = round_scale(sum[v], p.routed_scale);
@@ -164,13 +168,14 @@ __global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hi
 
 using Kernel = void (*)(TailParams);
 
-// The kernels, by what a thread and a block hold. The last two parameters bound the registers: a
-// thread holds 4 for each row and vector in flight, and 64 Ki registers are what an SM has.
+// The kernels, by what a thread and a block hold. Their last numbers bound the registers: a thread
+// holds 4 for each row and vector in flight, and 64 Ki registers are what an SM has.
 enum Shape {
   kOne,      // a block a token, one vector a thread
   kSpread,   // a cluster a token, one vector a thread
   kSeveral,  // a block a token, several vectors a thread
-  kMost,     // the same for H > 7168
+  kMost,     // from x: the same for H > 7168
+  kPassing,  // a block a token, several passes of routes
 };
 
 template <int kRoutes>
@@ -186,7 +191,9 @@ Kernel kernel_of(Shape shape) {
   } else if constexpr (kRoutes <= 8) {
     if (shape == kOne) return tail_kernel<kRoutes, 1, false, 1024, 1>;
     if (shape == kSpread) return tail_kernel<kRoutes, 1, true, 512, 1>;
-    return tail_kernel<kRoutes, 2, false, 320, 2>;
+    if (shape == kSeveral) return tail_kernel<kRoutes, 2, false, 320, 2>;
+    if constexpr (kRoutes == 4) return tail_kernel<4, 2, false, 448, 2, true>;
+    return tail_kernel<8, 1, false, 1024, 1, true>;
   } else if constexpr (kRoutes == 10) {
     if (shape == kOne) return tail_kernel<kRoutes, 1, false, 512, 1>;
     return tail_kernel<kRoutes, 1, true, 512, 1>;
@@ -203,45 +210,52 @@ struct Plan {
 
 // How a token is divided, from T, H, K and the number of SMs. Times are an H200's, at H = 7168.
 Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device& device) {
-  // Few tokens: latency. Eight blocks a token read it eight times as fast as one, which takes 1 us
-  // for 8 rows, and a sum over a cluster costs 0.2 us: 1.9 us instead of 3.8 at T = 1. Past two
-  // blocks an SM the parts of a token queue behind each other, and two halves are better than
-  // eight eighths; past one token for two SMs a token has an SM for itself.
+  // Few tokens: latency. Seven or eight blocks a token read it that much faster than one, which
+  // takes 1 us for 8 rows, and a sum over a cluster costs 0.2 us: 1.9 us instead of 3.8 at T = 1.
+  // Past two blocks an SM the parts of a token queue behind each other, and two halves are better
+  // than eight eighths; past one token for two SMs a token has an SM for itself.
   int cluster = 1;
-  if (device.capability >= 90) {
+  if (device.capability >= 90 && chunks > 1) {
     if (tokens * 8 <= 2 * device.processors) {
       cluster = 8;
     } else if (tokens * 2 <= device.processors) {
       cluster = top_k > 16 ? 4 : 2;
     }
   }
-  // Of several tokens, the loads in flight an SM decide. From rows: one vector a thread where such
-  // blocks fill an SM's registers (H of 7168 with one block, up to 4096 with two or more), two where
-  // the one block that fits would leave 40% empty (4096 < H <= 5120). From x, and for one or two
-  // routes, several vectors, or there are too few loads.
-  const bool half_empty = chunks > 16 && chunks <= 20;
-  const Shape shape = cluster > 1 ? kSpread
-                      : from_experts ? (half_empty && top_k > 2 ? kSeveral : kOne)
-                      : tokens <= 2 * device.processors ? kOne
-                      : chunks <= 28                    ? kSeveral
-                                                        : kMost;
   if (!from_experts) {
-    return {kernel_of<0>(shape), shape == kSpread ? 1 : shape == kOne ? 2 : 4, cluster};
+    // Four loads a vector are few: more vectors a thread once there are tokens for all SMs.
+    if (cluster > 1) return {kernel_of<0>(kSpread), 1, cluster};
+    if (tokens <= 2 * device.processors) return {kernel_of<0>(kOne), 2, 1};
+    return {kernel_of<0>(chunks <= 28 ? kSeveral : kMost), 4, 1};
   }
-  const int vectors = shape == kSpread ? 1 : top_k <= 2 ? 2 : shape == kSeveral ? 2 : 1;
-  if (top_k <= 1) return {kernel_of<1>(shape), vectors, cluster};
-  if (top_k <= 2) return {kernel_of<2>(shape), vectors, cluster};
-  if (top_k <= 4) return {kernel_of<4>(shape), vectors, cluster};
-  if (shape == kSpread && top_k > 8) {
-    if (top_k <= 10) return {kernel_of<10>(shape), vectors, cluster};
-    if (top_k <= 16) return {kernel_of<16>(shape), vectors, cluster};
-    return {kernel_of<32>(shape), vectors, cluster};
+  if (cluster > 1) {
+    if (top_k <= 1) return {kernel_of<1>(kSpread), 1, cluster};
+    if (top_k <= 2) return {kernel_of<2>(kSpread), 1, cluster};
+    if (top_k <= 4) return {kernel_of<4>(kSpread), 1, cluster};
+    if (top_k <= 8) return {kernel_of<8>(kSpread), 1, cluster};
+    if (top_k <= 10) return {kernel_of<10>(kSpread), 1, cluster};
+    if (top_k <= 16) return {kernel_of<16>(kSpread), 1, cluster};
+    return {kernel_of<32>(kSpread), 1, cluster};
   }
-  if (shape == kOne && (top_k == 9 || top_k == 10) && chunks <= 16) {
-    return {kernel_of<10>(shape), vectors, cluster};
+  // More tokens: bandwidth, that is loads in flight an SM, and whole rows at once, which the memory
+  // serves 15% faster than their parts one after another.
+  if (top_k <= 1) return {kernel_of<1>(kSeveral), 2, 1};
+  if (top_k <= 2) return {kernel_of<2>(kSeveral), 2, 1};
+  if (top_k == 9 || top_k == 10) {
+    if (chunks <= 16) return {kernel_of<10>(kOne), 1, 1};
   }
-  // Eight rows at a time: with a block of 28 warps an SM, that fills its registers.
-  return {kernel_of<8>(shape), vectors, cluster};
+  // 28 warps of one vector and eight rows fill an SM's registers, and more routes come in passes.
+  if (top_k > 8) return {kernel_of<8>(kPassing), 1, 1};
+  // 17 to 20 such warps would leave 40% of them empty: twice half as many, of two vectors.
+  const Shape shape = chunks > 16 && chunks <= 20 ? kSeveral : kOne;
+  const int vectors = shape == kSeveral ? 2 : 1;
+  if (top_k <= 4) return {kernel_of<4>(shape), vectors, 1};
+  // One block an SM, and few tokens: its sums and stores leave the memory idle, since all SMs are at
+  // the same place. Two blocks of half the loads are better: 12.4 us instead of 14.8 at T = 256.
+  if (chunks > 20 && chunks <= 28 && tokens <= 4 * device.processors) {
+    return {kernel_of<4>(kPassing), 2, 1};
+  }
+  return {kernel_of<8>(shape), vectors, 1};
 }
 
 }  // namespace
