@@ -19,7 +19,15 @@ from moetail.conformance.judge import Verdict
 from moetail.conformance.mutants import MUTANTS, Mutant
 from moetail.reference import BeamAllReduceWorkspace, Reference
 from moetail.spec import RULES, Workspace, operation
-from moetail.spec.rules import ALLREDUCE, BOUNDARY, FINALIZE, FUSED, MOE_OUTPUT
+from moetail.spec.rules import (
+    ALLREDUCE,
+    BOUNDARY,
+    CONVERT,
+    FINALIZE,
+    FUSED,
+    MOE_OUTPUT,
+    ROUTE_MAJOR,
+)
 
 __all__ = ["DEVIATIONS", "Diagnosis", "diagnose", "rule_named", "simulate"]
 
@@ -43,6 +51,8 @@ _Call = Mapping[str, Any]
 
 def _changes_values(mutant: Mutant) -> bool:
     """Whether one call on one set of inputs shows it."""
+    if CONVERT in mutant.operations or ROUTE_MAJOR in mutant.operations:
+        return False
     kind = mutant.rule.split("-")[0]
     if kind in ("ROUND", "OWN") or mutant.rule in ("ROUTE-1", "ROUTE-3", "ROUTE-4", "ROUTE-5"):
         hooks = ("hook", "default-", "threshold")
@@ -126,7 +136,8 @@ def simulate(
     """
     if not operation(operation_name).distributed:
         return [_method(implementation(), operation_name)(**_copy(call)) for call in calls]
-    exchanging = type("Simulated", (implementation, _Exchange), {})
+    bases = (_Exchange,) if implementation is Reference else (implementation, _Exchange)
+    exchanging = type("Simulated", bases, {})
     left: tuple[Tensor, ...] = ()
     while True:
         results, waiting = [], []
@@ -352,13 +363,19 @@ class _Search:
                         yield Diagnosis((lead, other), score[0], self.wrong, score[1])
 
     def best(self, found: Sequence[Diagnosis]) -> Diagnosis | None:
-        """The one that explains most, of those that contradict nothing; the preferred rule's, and
-        then the catalogue's first, where several explain as much."""
+        """The one that explains most, of those that contradict nothing. Where several explain as
+        much: the preferred rule's, then the one that can change the fewest operations."""
         fair = [item for item in found if item.precision >= PRECISE and item.explained]
         if not fair:
             return None
         return max(
-            fair, key=lambda item: (item.explained, item.rules[0] == self.prefer, item.precision)
+            fair,
+            key=lambda item: (
+                item.explained,
+                item.rules[0] == self.prefer,
+                item.precision,
+                -sum(len(mutant.operations) for mutant in item.deviations),
+            ),
         )
 
 

@@ -216,12 +216,17 @@ class StridedPartsAccepted(Deferred):
 # --- CONVERT-3: nothing is copied -----------------------------------------------------------------
 
 
+def _cloned(part: Tensor) -> Tensor:
+    """A copy; of a tensor that must be refused, itself."""
+    return part.clone() if part.is_contiguous() else part
+
+
 @breaks("CONVERT-3", operations=_CONVERT)
 class RowsCloned(Deferred):
     """Clones the rows."""
 
     def changed(self, parts: list[Tensor], num_tokens: int, top_k: int) -> list[Tensor]:
-        return [parts[0].clone(), *parts[1:]]
+        return [_cloned(parts[0]), *parts[1:]]
 
 
 @breaks("CONVERT-3", operations=_CONVERT)
@@ -237,7 +242,7 @@ class MapCloned(Deferred):
     """Clones the map."""
 
     def changed(self, parts: list[Tensor], num_tokens: int, top_k: int) -> list[Tensor]:
-        return [*parts[:2], parts[2].clone()]
+        return [*parts[:2], _cloned(parts[2])]
 
 
 @breaks("CONVERT-3", operations=_ROUTE_MAJOR)

@@ -198,7 +198,7 @@ class NewTensorReturned(Around):
     """Returns a new tensor, and leaves the destination as it was."""
 
     def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation == FINALIZE and isinstance(call["output"], Tensor):
+        if operation == FINALIZE and call["output"].is_contiguous():
             call["output"] = call["output"].clone()
         return compute(call)
 

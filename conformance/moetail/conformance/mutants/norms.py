@@ -109,17 +109,18 @@ class SquaresTruncatedToBf16(Reference):
 
 
 class RemembersUnrounded(Reference):
-    """The finalized rows carry what they were before any rounding."""
+    """Where nothing scales, the finalized rows carry the FP32 sum that they were rounded from."""
 
     def finalize_slots(
         self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
     ) -> Tensor:
         finalized = super().finalize_slots(slots, weights, live, routed_scale)
-        top_k = slots.shape[1]
-        rows = slots[:live].reshape(live * top_k, slots.shape[2])
-        index = torch.arange(live * top_k).view(live, top_k)
-        total = self.reduce(rows, weights[:live], index)
-        finalized.unrounded = self.multiply(total, routed_scale)  # type: ignore[attr-defined]
+        if routed_scale == 1.0:
+            top_k = slots.shape[1]
+            rows = slots[:live].reshape(live * top_k, slots.shape[2])
+            index = torch.arange(live * top_k).view(live, top_k)
+            total = self.reduce(rows, weights[:live], index)
+            finalized.unrounded = total  # type: ignore[attr-defined]
         return finalized
 
     def unrounded(self, value: Tensor) -> Tensor:
@@ -129,7 +130,8 @@ class RemembersUnrounded(Reference):
 
 @breaks("ROUND-4", operations=(FINALIZE, FUSED), also=("ROUND-2",))
 class InverseOfUnroundedInput(RemembersUnrounded):
-    """Takes the post-norm's inverse RMS of the FP32 sum, and applies it to the rounded one."""
+    """Takes the post-norm's inverse RMS of the FP32 sum, where nothing scales, and applies it to
+    the rounded one."""
 
     def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
         return super().inverse_rms(self.unrounded(value), eps)
@@ -137,7 +139,7 @@ class InverseOfUnroundedInput(RemembersUnrounded):
 
 @breaks("ROUND-4", operations=(FINALIZE, FUSED), also=("ROUND-2",))
 class NormOfUnroundedInput(RemembersUnrounded):
-    """Takes the post-norm of the FP32 sum, as if the two roundings before it were not there."""
+    """Takes the post-norm of the FP32 sum, where nothing scales, instead of the rounded one."""
 
     def rms_norm(self, value: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         return super().rms_norm(self.unrounded(value), weight, eps)

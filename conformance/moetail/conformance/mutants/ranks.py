@@ -12,7 +12,7 @@ from moetail.conformance.mutants.around import Around
 from moetail.conformance.mutants.catalogue import breaks
 from moetail.conformance.mutants.norms import PostNormNotRounded
 from moetail.reference import Reference
-from moetail.spec import UnfinalizedMoEOutput, Workspace, tokens_per_rank
+from moetail.spec import MoEOutput, UnfinalizedMoEOutput, Workspace, tokens_per_rank
 from moetail.spec.rules import ALLREDUCE, FINALIZE, FUSED, GATHER
 
 # --- LIVE-1 ---------------------------------------------------------------------------------------
@@ -67,6 +67,18 @@ class LastSlotReadAhead(DeadSlots):
             ahead = slots[live, 0].to(torch.float32) * 0.0
             finalized[-1] = self.round(finalized[-1].to(torch.float32) + ahead)
         return finalized
+
+
+@breaks("LIVE-1", operations=(GATHER,), also=("OWN-2",))
+class CapacityGathered(Reference):
+    """Every rank contributes all its slots, capacity included, which moves the later tokens."""
+
+    def finalize_owned(
+        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
+    ) -> Tensor:
+        top_k = x.expert_weights.shape[1]
+        every = min(x.gemm2_permuted.shape[0] // top_k, x.expert_weights.shape[0])
+        return super().finalize_owned(x, every, every, routed_scale)
 
 
 # --- OWN-1 ----------------------------------------------------------------------------------------
@@ -169,15 +181,21 @@ class LastBlockDropped(Placing):
 
 
 @breaks("OWN-2")
-class CapacityGathered(Reference):
-    """Every rank contributes all its slots, capacity included, which moves the later tokens."""
+class PaddingRowsMasked(Reference):
+    """Finalizes padding too, and masks the gathered rows past T by zero: a NaN there spreads."""
 
     def finalize_owned(
         self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
     ) -> Tensor:
-        top_k = x.expert_weights.shape[1]
-        every = min(x.gemm2_permuted.shape[0] // top_k, x.expert_weights.shape[0])
-        return super().finalize_owned(x, every, every, routed_scale)
+        return super().finalize_owned(x, slots, slots, routed_scale)
+
+    def gather(
+        self, workspace: Workspace, rows: Tensor, num_tokens: int, *, through_hook: bool = False
+    ) -> Tensor:
+        every = workspace.world_size * rows.shape[0]
+        gathered = super().gather(workspace, rows, every, through_hook=through_hook)
+        masked = (gathered[num_tokens:].to(torch.float32) * 0.0).sum(dim=0)
+        return self.round(gathered[:num_tokens].to(torch.float32) + masked)
 
 
 @breaks("OWN-2")
@@ -276,23 +294,22 @@ class InverseDependsOnRank(Around):
 
 
 @breaks("OWN-4", operations=(GATHER,), also=("ROUND-4",))
-class TwoshotNormNotRounded(Reference):
+class TwoshotNormNotRounded(PostNormNotRounded):
     """The "twoshot" path keeps the post-norm in FP32 into the residual add; the others round."""
 
-    def twoshot(
-        self,
-        finalized: Tensor,
-        residual: Tensor,
-        owned: range,
-        tail: tuple[Any, ...],
-        workspace: Workspace,
-    ) -> tuple[Tensor, Tensor | None]:
-        return PostNormNotRounded.twoshot(
-            _NORM_NOT_ROUNDED, finalized, residual, owned, tail, workspace
-        )
+    in_twoshot = False
 
+    def boundary(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        if self.in_twoshot:
+            return super().boundary(*args, **kwargs)
+        return super(PostNormNotRounded, self).boundary(*args, **kwargs)
 
-_NORM_NOT_ROUNDED = PostNormNotRounded()
+    def twoshot(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        self.in_twoshot = True
+        try:
+            return super().twoshot(*args, **kwargs)
+        finally:
+            self.in_twoshot = False
 
 
 @breaks("OWN-4", operations=(GATHER,), also=("ROUND-2",))
@@ -448,6 +465,14 @@ class SignedZeroSum(Reference):
         negative = (product == 0) & product.signbit() | ~live[..., None]
         negative = negative.all(dim=1) & live.any(dim=1, keepdim=True)
         return torch.where(negative, -0.0, total)
+
+    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
+        finalized = super().finalize_moe_output(x)
+        if isinstance(x.routed, Tensor) or x.shared_output is not None:
+            return finalized
+        # A token without a local route is sent as positive zeros, whatever the scale's sign.
+        remote = (x.routed.expanded_idx_to_permuted_idx < 0).all(dim=1, keepdim=True)
+        return torch.where(remote, torch.zeros_like(finalized), finalized)
 
 
 @breaks("RUN-7", source="flashinfer #3053, sglang #38300")

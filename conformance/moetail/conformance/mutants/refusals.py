@@ -170,15 +170,30 @@ class OtherHiddenAccepted(Coercing):
 
 
 @breaks("DOMAIN-1", operations=(WORKSPACE,))
-class NegativeMaxTokensAccepted(Reference):
-    """Creates a workspace for fewer than zero tokens."""
+class WorkspaceForAnyDtype(Reference):
+    """Creates a workspace for a payload that it does not support."""
 
     class BeamAllReduceWorkspace(BeamAllReduceWorkspace):
         @classmethod
         def create(
             cls, group: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype
         ) -> BeamAllReduceWorkspace | None:
-            return super().create(group, hidden_size, max(max_tokens, 0), dtype)
+            return super().create(group, hidden_size, max_tokens, torch.bfloat16)
+
+
+@breaks("DOMAIN-1", operations=(WORKSPACE,))
+class WorkspaceNotAgreed(Reference):
+    """Refuses an unsupported dtype on rank 0, where it is found, and returns None on the others."""
+
+    class BeamAllReduceWorkspace(BeamAllReduceWorkspace):
+        @classmethod
+        def create(
+            cls, group: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype
+        ) -> BeamAllReduceWorkspace | None:
+            made = super().create(group, hidden_size, max_tokens, dtype)
+            if made is None and torch.distributed.get_rank(group) == 0:
+                raise RuntimeError(f"unsupported dtype {dtype}")
+            return made
 
 
 # --- DOMAIN-2: refused, but late ------------------------------------------------------------------

@@ -216,7 +216,7 @@ class RetypedWeights(Reference):
 
     def finalize_moe_output(self, x: MoEOutput) -> Tensor:
         routed = x.routed
-        if isinstance(routed, UnfinalizedMoEOutput) and isinstance(routed.expert_weights, Tensor):
+        if isinstance(routed, UnfinalizedMoEOutput) and routed.expert_weights.is_contiguous():
             weights = self.retyped(routed.expert_weights)
             x = replace(x, routed=replace(routed, expert_weights=weights))
         return super().finalize_moe_output(x)
