@@ -126,6 +126,7 @@ class Violation(AssertionError):
         found: one sentence, with the first wrong element and what was admissible.
         verdict: the judge's verdict, where the judge decided.
         runs: the runs that showed it.
+        compared: an output's name and its two values, where two runs should have given the same.
     """
 
     def __init__(
@@ -136,6 +137,7 @@ class Violation(AssertionError):
         *,
         verdict: Verdict | None = None,
         runs: Sequence[Run] = (),
+        compared: tuple[str, Tensor, Tensor] | None = None,
     ) -> None:
         super().__init__(found)
         self.rule = rule_id
@@ -144,6 +146,7 @@ class Violation(AssertionError):
         self.found = found
         self.verdict = verdict
         self.runs = tuple(runs)
+        self.compared = compared
 
     @property
     def trace(self) -> str:
@@ -208,6 +211,8 @@ class Tail:
         rule, trial, tally: what is being decided, and how much was looked at so far.
         ended: operations that left a rank behind, and how; they are not tried again.
         diagnosed: the sizes of the violations that were diagnosed, by rule and operation.
+        shown: the sizes of the smallest and the largest violation so far, by the rule that was
+            named and operation; a report shows those.
     """
 
     implementation: Implementation
@@ -217,6 +222,7 @@ class Tail:
     tally: Tally = field(default_factory=Tally)
     ended: dict[str, str] = field(default_factory=dict)
     diagnosed: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    shown: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _pool: RankPool | None = None
 
     @classmethod
@@ -272,6 +278,16 @@ class Tail:
             if outcome.error is not None:
                 raise RuntimeError(f"rank {outcome.rank}: {outcome.error.traceback}")
         return [outcome.value for outcome in returned]
+
+    def converted(self, arguments: dict[str, Any]) -> Any:
+        """What a conversion returned; whether it may refuse a legal layout is CONVERT-1's."""
+        assert self.trial is not None
+        try:
+            return self.implementation.get(self.trial.operation)(**arguments)
+        except Exception as error:
+            raise NotJudged(
+                f"raised {type(error).__name__} ({error}), which is CONVERT-1's to say"
+            ) from error
 
     # --- deciding -----------------------------------------------------------------------------
 
@@ -388,6 +404,7 @@ class Tail:
                 f"{what}: {place} is {float(tensor[index])!r} and then {float(other[index])!r} "
                 f"({int(differs.sum())} of {differs.numel()} elements differ)",
                 runs=runs,
+                compared=(name, tensor, other),
             )
 
 

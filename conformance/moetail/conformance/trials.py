@@ -36,7 +36,8 @@ _FULL = (
     (130, 2, 256),
 )
 # Operations without a bound on H also get widths that no vector load divides.
-_ODD_WIDTHS = (100, 1, 2880, 513)
+_ODD_WIDTHS = (100, 1, 513)
+_ODD_WIDTHS_FULL = (*_ODD_WIDTHS, 2880, 4097)
 _SCALES = ((0.5, 1.0), (0.7071067811865476, 1.4142135623730951), (1.0, 0.3), (-1.5, 2.5))
 _ROUTED_SCALES = (1.0, 2.5, 0.75, 1.5, 16.0 / 3.0, -2.0)
 _EPS = (1e-6, 1e-5, 1e-3)
@@ -50,7 +51,7 @@ def shape(plan: Plan, name: str, rng: random.Random, ranks: int) -> tuple[int, i
     if name == BOUNDARY:
         top_k = 1
     if name in (BOUNDARY, MOE_OUTPUT, ALLREDUCE) and rng.random() < 0.25:
-        hidden = rng.choice(_ODD_WIDTHS)
+        hidden = rng.choice(_ODD_WIDTHS if plan.profile == "quick" else _ODD_WIDTHS_FULL)
     return tokens, top_k, hidden
 
 

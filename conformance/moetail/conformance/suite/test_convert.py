@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, Violation, checks_rule
+from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import same_bits
 from moetail.conformance.trials import draw, trials
 from moetail.spec.rules import CONVERT, ROUTE_MAJOR
@@ -52,13 +52,6 @@ def _call(tail: Tail, trial: Trial, arguments: dict[str, Any]) -> Any:
         raise tail.violation(
             f"raised on a legal layout: {type(error).__name__}: {error}"
         ) from error
-
-
-def _accepted(tail: Tail, trial: Trial, arguments: dict[str, Any]) -> Any:
-    try:
-        return _call(tail, trial, arguments)
-    except Violation as refused:
-        raise NotJudged(f"{refused}, which is CONVERT-1's to say") from None
 
 
 @checks_rule("CONVERT-1", _legal)
@@ -217,7 +210,7 @@ def _with_tensors(plan: Plan, name: str) -> Iterator[Trial]:
 def test_convert_3_nothing_is_copied(tail: Tail, trial: Trial) -> None:
     case = trial.case
     arguments = case.arguments(device=tail.plan.device)
-    made = _accepted(tail, trial, arguments)
+    made = tail.converted(arguments)
     if case.routed == "finalized":
         given = arguments["flashinfer_output"]
         pairs = [("the finalized tensor", made, given[0] if isinstance(given, list) else given)]
@@ -264,7 +257,7 @@ def test_convert_4_a_destination_is_aliased(tail: Tail, trial: Trial) -> None:
         arguments["finalized_output"] = _DESTINATIONS[trial.variation](given)
         _refused(tail, trial, arguments, trial.variation)
         return
-    made = _accepted(tail, trial, arguments)
+    made = tail.converted(arguments)
     tail.require(
         made.data_ptr() == given.data_ptr(), "returned another tensor than its destination"
     )

@@ -26,14 +26,20 @@ def _groups(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("DOMAIN-1", _groups, operations=(WORKSPACE,))
-def test_domain_1_no_workspace_for_an_unsupported_dtype(tail: Tail, trial: Trial) -> None:
+def test_domain_1_no_workspace_that_cannot_serve(tail: Tail, trial: Trial) -> None:
     """None on every rank, or a refusal on every rank: never one rank with and one without."""
     case = trial.case
-    found = tail.workspaces(case.ranks, case.hidden, 33, "float64")
-    made = [rank for rank, one in enumerate(found) if not ("none" in one or "raised" in one)]
-    tail.require(not made, f"create made a workspace for float64 on ranks {made}")
-    kinds = {tuple(one) for one in found}
-    tail.require(len(kinds) == 1, f"create did not agree on all ranks: {found}")
+    for hidden, most, dtype in (
+        (case.hidden, 33, "float64"),
+        (0, 33, "bfloat16"),
+        (case.hidden, -1, "bfloat16"),
+    ):
+        asked = f"hidden_size {hidden}, max_tokens {most}, {dtype}"
+        found = tail.workspaces(case.ranks, hidden, most, dtype)
+        made = [rank for rank, one in enumerate(found) if not ("none" in one or "raised" in one)]
+        tail.require(not made, f"create made a workspace for {asked} on ranks {made}")
+        kinds = {tuple(one) for one in found}
+        tail.require(len(kinds) == 1, f"create did not agree on all ranks for {asked}: {found}")
 
 
 @checks_rule("DOMAIN-2", refusal_trials("DOMAIN-1", "PACK-1"), operations=_COMPUTING, varies=True)

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step, flatten
 from moetail.conformance.trials import draw, trials
-from moetail.spec.rules import BOUNDARY, FINALIZE, MOE_OUTPUT
+from moetail.spec.rules import BOUNDARY, FINALIZE, FUSED, GATHER, MOE_OUTPUT
 
 
 def _capacity(plan: Plan, name: str) -> Iterator[Trial]:
     # As many tokens as fill every rank: what the last ranks own too little of is OWN-2's.
     for ranks in plan.group_sizes(name):
-        fixed = {"capacity": 5, "poison": "nan", "tokens": 3 * ranks}
+        fixed: dict[str, Any] = {"capacity": 5, "poison": "nan", "tokens": 3 * ranks}
         count = plan.pick(1, 6)
         yield from trials(
             draw(plan, name, "capacity", count, free=True, fixed=fixed, ranks=(ranks,))
         )
 
 
-@checks_rule("LIVE-1", _capacity)
+@checks_rule("LIVE-1", _capacity, operations=(FINALIZE, FUSED))
 def test_live_1_only_live_slots_are_read(tail: Tail, trial: Trial) -> None:
+    _same_whatever_capacity_holds(tail, trial)
+
+
+@checks_rule("LIVE-1", _capacity, operations=(GATHER,))
+def test_live_1_only_live_slots_are_gathered(tail: Tail, trial: Trial) -> None:
+    _same_whatever_capacity_holds(tail, trial)
+
+
+def _same_whatever_capacity_holds(tail: Tail, trial: Trial) -> None:
     case = trial.case
     first, finite, tight = tail.run(
         Step(case), Step(case.replace(poison="random")), Step(case.replace(capacity=0))
@@ -33,8 +43,12 @@ def test_live_1_only_live_slots_are_read(tail: Tail, trial: Trial) -> None:
 
 
 def _no_tokens(plan: Plan, name: str) -> Iterator[Trial]:
-    count = plan.pick(2, 6)
-    yield from trials(draw(plan, name, "none", count, free=True, fixed={"tokens": 0}))
+    with_norm = {} if name in (FINALIZE, MOE_OUTPUT) else {"next": "affine"}
+    without = {} if name in (FINALIZE, MOE_OUTPUT) else {"next": "none"}
+    for fixed in (with_norm, without):
+        here = {"tokens": 0, **fixed}
+        cases = draw(plan, name, ("none", *fixed.values()), plan.pick(1, 3), free=True, fixed=here)
+        yield from trials(cases)
 
 
 @checks_rule("LIVE-2", _no_tokens)

@@ -9,7 +9,7 @@ from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step
 from moetail.conformance.trials import draw, trials
 from moetail.conformance.workspaces import FIELDS
-from moetail.spec.rules import GATHER, WORKSPACE
+from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
 
 _STRATEGIES = ("oneshot", "twoshot", "unfused")
 
@@ -44,6 +44,15 @@ def test_own_1_consecutive_blocks(tail: Tail, trial: Trial) -> None:
     tail.conforms(*tail.run(Step(trial.case)))
 
 
+def _padded_pair(plan: Plan, name: str) -> Iterator[Trial]:
+    # On two ranks, blocks of ceil(T / W) are also the evenest: who reads padding here gathers it.
+    yield from (trial for trial in _padded(plan, name) if trial.case.ranks <= 2)
+
+
+def _padded_more(plan: Plan, name: str) -> Iterator[Trial]:
+    yield from (trial for trial in _padded(plan, name) if trial.case.ranks > 2)
+
+
 def _padded(plan: Plan, name: str) -> Iterator[Trial]:
     for ranks in plan.group_sizes(name):
         for strategy in _STRATEGIES:
@@ -51,8 +60,17 @@ def _padded(plan: Plan, name: str) -> Iterator[Trial]:
             yield from trials(draw(plan, name, strategy, 1, free=True, fixed=fixed, ranks=(ranks,)))
 
 
-@checks_rule("OWN-2", _padded)
+@checks_rule("OWN-2", _padded_pair)
+def test_own_2_padding_contributes_nothing_on_two_ranks(tail: Tail, trial: Trial) -> None:
+    _same_whatever_padding_holds(tail, trial)
+
+
+@checks_rule("OWN-2", _padded_more)
 def test_own_2_padding_contributes_nothing(tail: Tail, trial: Trial) -> None:
+    _same_whatever_padding_holds(tail, trial)
+
+
+def _same_whatever_padding_holds(tail: Tail, trial: Trial) -> None:
     case = trial.case
     first, finite, tight = tail.run(
         Step(case), Step(case.replace(poison="random")), Step(case.replace(capacity=0))
@@ -80,9 +98,18 @@ def _several_ranks(plan: Plan, name: str) -> Iterator[Trial]:
         )
 
 
-@checks_rule("OWN-3", _several_ranks)
+def _orders_that_show(plan: Plan, name: str) -> Iterator[Trial]:
+    yield from _several_ranks(plan, name)
+    if name == ALLREDUCE:
+        more = [ranks for ranks in plan.group_sizes(name) if ranks > 2]
+        fixed = {"routed": "finalized", "tokens": 4}
+        for case in draw(plan, name, "order", plan.pick(1, 3), fixed=fixed, ranks=more):
+            yield Trial(name, case, "cancelling-ranks")
+
+
+@checks_rule("OWN-3", _orders_that_show, varies=None)
 def test_own_3_replicas_are_bit_identical(tail: Tail, trial: Trial) -> None:
-    (run,) = tail.run(Step(trial.case))
+    (run,) = tail.run(Step(trial.case, trial.variation))
     tail.returned(run)
     for rank, value in enumerate(run.values[1:], start=1):
         tail.same_values(run.values[0], value, f"ranks 0 and {rank} differ", run)
@@ -92,18 +119,12 @@ def _strategies(plan: Plan, name: str) -> Iterator[Trial]:
     for ranks in plan.group_sizes(name):
         for strategy in (*_STRATEGIES, None):
             fixed: dict[str, Any] = {"strategy": strategy, "post": "affine", "next": "affine"}
-            fixed |= {"routed_scale": 2.5, "scales": (0.5, 1.0)}
-            yield from trials(
-                draw(
-                    plan,
-                    name,
-                    strategy,
-                    plan.pick(1, 3),
-                    free=True,
-                    fixed=fixed,
-                    ranks=(ranks,),
+            for scales in (None, (0.7, 1.3)):
+                here = {**fixed, "routed_scale": 2.5, "scales": scales}
+                count = plan.pick(1, 3)
+                yield from trials(
+                    draw(plan, name, (strategy, scales), count, fixed=here, ranks=(ranks,))
                 )
-            )
 
 
 @checks_rule("OWN-4", _strategies, operations=(GATHER,))

@@ -33,9 +33,12 @@ def test_pack_1_refuses_rows_that_are_not_dense(tail: Tail, trial: Trial) -> Non
 def _wrappings(plan: Plan, name: str) -> Iterator[Trial]:
     fixed = {"layout": "permuted", "tokens": 6}
     # Sums that cancel show in which order they were taken.
-    for source, local, top_k in (("normal", 0.5, 4), ("cancel", 1.0, 8)):
-        here = {**fixed, "local": local, "top_k": top_k}
-        cases = draw(plan, name, "padding", plan.pick(1, 4), source, free=True, fixed=here)
+    free = {**fixed, "local": 0.5, "top_k": 4}
+    cancelling = {**fixed, "top_k": 8, "hidden": 512}
+    for source, here in (("normal", free), ("cancel", cancelling)):
+        cases = draw(
+            plan, name, "pad", plan.pick(1, 4), source, free=source == "normal", fixed=here
+        )
         yield from trials(cases, "more-rows")
 
 
@@ -66,7 +69,7 @@ def _route_major(plan: Plan, name: str) -> Iterator[Trial]:
 @checks_rule("PACK-3", _route_major, operations=(ROUTE_MAJOR,))
 def test_pack_3_route_major_map(tail: Tail, trial: Trial) -> None:
     arguments = trial.case.arguments(device=tail.plan.device)
-    made = tail.implementation.get(ROUTE_MAJOR)(**arguments)
+    made = tail.converted(arguments)
     ids, expert_map = arguments["topk_ids"].long(), arguments["expert_map"]
     index = made.expanded_idx_to_permuted_idx
     tail.require(index.dtype == torch.int32, f"the map is {index.dtype}, not torch.int32")
