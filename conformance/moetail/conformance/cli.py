@@ -131,7 +131,13 @@ def check(
     seed: Annotated[int, typer.Option(help="Shifts the seed of every case.")] = 0,
     rank_timeout: Annotated[int, typer.Option(help="Seconds for one distributed call.")] = 60,
     report: Annotated[
-        Path | None, typer.Option(help="Write report.json and junit.xml into this folder.")
+        Path | None,
+        typer.Option(
+            help="Write report.html, report.json, junit.xml, badge.json into this folder."
+        ),
+    ] = None,
+    summary: Annotated[
+        Path | None, typer.Option(help="Append a summary in Markdown to this file.")
     ] = None,
     require_gpu: Annotated[
         bool, typer.Option("--require-gpu", help="Fail where there is no GPU.")
@@ -143,6 +149,7 @@ def check(
     """
     from moetail.conformance.asked import case_named, make_plan, operations_named, rules_named
     from moetail.conformance.implementation import load
+    from moetail.conformance.report import append_summary, check_summary, write_report
     from moetail.conformance.show import matrix_table, verdict_line, violation_text
 
     console = Console(highlight=False)
@@ -161,6 +168,8 @@ def check(
     if case:
         arguments += ["--case", case]
     report = _folder(report)
+    if summary is not None:
+        check_summary(summary)
     if report is not None:
         arguments += ["--junit-xml", str(report / "junit.xml")]
 
@@ -182,8 +191,10 @@ def check(
     if results.stopped:
         console.print(f"The run ended early: {results.stopped}.", markup=False)
     if report is not None:
-        results.write_json(report / "report.json")
-        console.print(f"Report: {report}", markup=False, soft_wrap=True)
+        write_report(results, report)
+        console.print(f"Report: {report / 'report.html'}", markup=False, soft_wrap=True)
+    if summary is not None:
+        append_summary(results, summary)
     if results.verdict == NOT_JUDGED:
         console.print(_why_nothing(results), markup=False)
     console.print(verdict_line(results), markup=False, soft_wrap=True)

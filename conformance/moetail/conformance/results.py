@@ -37,6 +37,8 @@ class TrialResult:
         diagnosis: which known deviation explains it, or "".
         repeat: the command that repeats the trial.
         trace: the implementation's traceback, where it raised.
+        evidence: of a violation, the first wrong elements and where all lie, output by output (see
+            :mod:`moetail.conformance.report.evidence`); empty where other cases show more.
     """
 
     rule: str
@@ -53,6 +55,7 @@ class TrialResult:
     diagnosis: str = ""
     repeat: str = ""
     trace: str = ""
+    evidence: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -192,7 +195,7 @@ class Results:
 
 
 def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value != ""}
+    return {name: value for name, value in fields.items() if value not in ("", [])}
 
 
 def _rule_order(rule_id: str) -> int:

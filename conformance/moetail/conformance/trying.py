@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from moetail.conformance.checks import (
     TAIL,
@@ -29,12 +30,14 @@ def attempt(
     """Run a trial. Any other exception is a fault of the suite, and is raised.
 
     Args:
-        diagnosing: ask the catalogue what explains the elements that are wrong.
+        diagnosing: ask the catalogue what explains the elements that are wrong, and keep what a
+            report shows of them.
     """
     started = time.perf_counter()
     status, found = CONFORMS, ""
     error: Violation | NotJudged | None = None
     rule, diagnosis, trace = check.rule, "", ""
+    evidence: list[dict[str, Any]] = []
     try:
         check.run(tail, trial)
     except NotJudged as nothing:
@@ -44,6 +47,8 @@ def attempt(
         rule, trial, trace = violation.rule, violation.trial, violation.trace
         if diagnosing and _worth_it(tail, violation):
             diagnosis, rule = _diagnosed(violation)
+        if diagnosing and _is_shown(tail, rule, trial):
+            evidence = _evidence(violation)
     result = TrialResult(
         rule=rule,
         operation=trial.operation,
@@ -61,6 +66,7 @@ def attempt(
         if status == VIOLATES
         else "",
         trace=trace,
+        evidence=evidence,
     )
     return result, error
 
@@ -77,6 +83,26 @@ def _worth_it(tail: Tail, violation: Violation) -> bool:
     if worth:
         seen.append(elements)
     return worth
+
+
+def _is_shown(tail: Tail, rule: str, trial: Trial) -> bool:
+    """Whether a report would show this violation, if the run ended here.
+
+    It shows the smallest, and the largest one's picture.
+    """
+    elements = trial.case.elements
+    key = (rule, trial.operation)
+    least, most = tail.shown.get(key, (elements + 1, elements - 1))
+    tail.shown[key] = (min(least, elements), max(most, elements))
+    return elements < least or elements > most
+
+
+def _evidence(violation: Violation) -> list[dict[str, Any]]:
+    from moetail.conformance.report.evidence import comparison_evidence, verdict_evidence
+
+    if violation.verdict is not None:
+        return verdict_evidence(violation.verdict)
+    return comparison_evidence(*violation.compared) if violation.compared else []
 
 
 def _diagnosed(violation: Violation) -> tuple[str, str]:
