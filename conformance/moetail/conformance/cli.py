@@ -342,6 +342,48 @@ def mutants(
     raise typer.Exit(table.exit_code)
 
 
+@app.command()
+def judge(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Dumps, as moetail's capture saves them.")
+    ],
+    report: Annotated[
+        Path | None, typer.Option(help="Write report.json and report.html into this folder.")
+    ] = None,
+) -> None:
+    """Judge saved calls, without the kernel; the files of a distributed call's ranks together.
+
+    Exit code: 0 conforms, 1 violates, 2 usage or a file that cannot be read, 3 nothing was judged.
+    """
+    from dataclasses import replace
+
+    from moetail.conformance.dumps import judge_dumps, load_dump
+    from moetail.conformance.report import write_report
+    from moetail.conformance.show import matrix_table, verdict_line, violation_text
+    from moetail.spec.rules import OPERATIONS
+
+    console = Console(highlight=False)
+    folder = _folder(report)
+    with console.status("reading"):
+        dumps = [load_dump(path) for path in files]
+    with console.status("judging"):
+        results = judge_dumps(dumps)
+    console.print(matrix_table(results))
+    for violation in results.violations:
+        console.print(violation_text(violation), markup=False, soft_wrap=True)
+        console.print()
+    if folder is not None:
+        write_report(results, folder)
+        console.print(f"Report: {folder}", markup=False, soft_wrap=True)
+    if results.verdict == NOT_JUDGED:
+        console.print(_why_nothing(results), markup=False)
+    # A dump says nothing about what else its implementation provides.
+    every = tuple(item.name for item in OPERATIONS)
+    line = verdict_line(replace(results, provided=every))
+    console.print(line, markup=False, soft_wrap=True)
+    raise typer.Exit(results.exit_code)
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point of the ``moetail`` command."""
     try:
