@@ -319,14 +319,17 @@ def _call(
     filled = _filled_memory() if step.fill else _unfilled_memory()
     if step.fill and destination is not None:
         destination.fill_(float("nan"))
+    pairs: list[tuple[Tensor, Tensor]] = []
+    if step.mode != EAGER:
+        other = step.case.replace(seed=step.case.seed + 1)
+        pairs = _exchange(arguments, other.arguments(rank, device))
     value, refusal, trace = None, "", ""
     try:
         with filled:
             if step.mode == EAGER:
                 value = function(**arguments, **extra)
             else:
-                other = step.case.replace(seed=step.case.seed + 1).arguments(rank, device)
-                value = _RUN[step.mode](function, arguments, other, extra)
+                value = _RUN[step.mode](function, arguments, pairs, extra)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except Exception as error:  # any exception is a refusal, whatever the check makes of it
@@ -364,11 +367,10 @@ def _exchange(arguments: dict[str, Any], other: dict[str, Any]) -> list[tuple[Te
 def _on_a_stream(
     function: Callable[..., Any],
     arguments: dict[str, Any],
-    other: dict[str, Any],
+    pairs: list[tuple[Tensor, Tensor]],
     extra: dict[str, Any],
 ) -> Any:
-    """On another stream, where the values arrive late: who runs elsewhere reads the others."""
-    pairs = _exchange(arguments, other)
+    """On another stream, where the values of ``pairs`` arrive late: who runs elsewhere misses them."""
     function(**arguments, **extra)  # whatever is built or loaded on first use
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -384,11 +386,10 @@ def _on_a_stream(
 def _in_a_graph(
     function: Callable[..., Any],
     arguments: dict[str, Any],
-    other: dict[str, Any],
+    pairs: list[tuple[Tensor, Tensor]],
     extra: dict[str, Any],
 ) -> Any:
-    """Captured with other values in the tensors, replayed on theirs, and again, twice."""
-    pairs = _exchange(arguments, other)
+    """Captured with other values in the tensors, replayed on them, then twice on those of pairs."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         function(**arguments, **extra)
