@@ -370,7 +370,7 @@ def _on_a_stream(
     pairs: list[tuple[Tensor, Tensor]],
     extra: dict[str, Any],
 ) -> Any:
-    """On another stream, where the values of ``pairs`` arrive late: who runs elsewhere misses them."""
+    """On another stream, where the values of ``pairs`` arrive late: not so for who runs elsewhere."""
     function(**arguments, **extra)  # whatever is built or loaded on first use
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
