@@ -370,7 +370,7 @@ def _on_a_stream(
     pairs: list[tuple[Tensor, Tensor]],
     extra: dict[str, Any],
 ) -> Any:
-    """On another stream, where the values of ``pairs`` arrive late: not so for who runs elsewhere."""
+    """On another stream, where the values of ``pairs`` arrive late; elsewhere they are missing."""
     function(**arguments, **extra)  # whatever is built or loaded on first use
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -389,7 +389,7 @@ def _in_a_graph(
     pairs: list[tuple[Tensor, Tensor]],
     extra: dict[str, Any],
 ) -> Any:
-    """Captured with other values in the tensors, replayed on them, then twice on those of pairs."""
+    """Captured and replayed on other values, then replayed twice on those of ``pairs``."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
         function(**arguments, **extra)
