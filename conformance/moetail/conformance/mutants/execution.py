@@ -140,12 +140,12 @@ class SharedUpdatedInPlace(Reference):
 
 
 @breaks("RUN-2", operations=(CONVERT,))
-class DeadWeightsZeroed(Reference):
-    """Writes zeros into the weights of -1 routes while it converts."""
+class WeightsRoundedInPlace(Reference):
+    """Leaves the weights rounded to BF16 while it converts."""
 
     def _converted_deferred(self, flashinfer_output: Any, num_tokens: int, top_k: int) -> Any:
         made = super()._converted_deferred(flashinfer_output, num_tokens, top_k)
-        made.expert_weights.masked_fill_(made.expanded_idx_to_permuted_idx < 0, 0)
+        made.expert_weights.copy_(made.expert_weights.to(torch.bfloat16))
         return made
 
 

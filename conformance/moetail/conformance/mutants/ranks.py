@@ -69,18 +69,6 @@ class LastSlotReadAhead(DeadSlots):
         return finalized
 
 
-@breaks("LIVE-1", operations=(GATHER,), also=("OWN-2",))
-class CapacityGathered(Reference):
-    """Every rank contributes all its slots, capacity included, which moves the later tokens."""
-
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
-        top_k = x.expert_weights.shape[1]
-        every = min(x.gemm2_permuted.shape[0] // top_k, x.expert_weights.shape[0])
-        return super().finalize_owned(x, every, every, routed_scale)
-
-
 # --- OWN-1 ----------------------------------------------------------------------------------------
 
 
@@ -178,6 +166,18 @@ class LastBlockDropped(Placing):
 
 
 # --- OWN-2 ----------------------------------------------------------------------------------------
+
+
+@breaks("OWN-2", also=("LIVE-1",))
+class CapacityGathered(Reference):
+    """Every rank contributes all its slots, capacity included, which moves the later tokens."""
+
+    def finalize_owned(
+        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
+    ) -> Tensor:
+        top_k = x.expert_weights.shape[1]
+        every = min(x.gemm2_permuted.shape[0] // top_k, x.expert_weights.shape[0])
+        return super().finalize_owned(x, every, every, routed_scale)
 
 
 @breaks("OWN-2")

@@ -118,13 +118,15 @@ class Bf16PartialSums(Accumulating):
         return narrowed(first, BF16) + narrowed(second, BF16)
 
 
-@breaks("ROUND-1")
+@breaks("ROUND-1", operations=(FINALIZE, FUSED, GATHER))
 class LastRouteDropped(Reference):
     """Stops one route early where there are more than one."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        last = max(index.shape[1] - 1, 1)
-        return super().reduce(rows, weights[:, :last], index[:, :last])
+    def finalize_slots(
+        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
+    ) -> Tensor:
+        last = max(slots.shape[1] - 1, 1)
+        return super().finalize_slots(slots[:, :last], weights[:, :last], live, routed_scale)
 
 
 # --- ROUND-2: round, scale, round ----------------------------------------------------------------
