@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from moetail.conformance import plugin
+from moetail.conformance import marked, plugin
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.results import NOT_JUDGED, Results
 
@@ -290,6 +290,14 @@ def mutants(
     report: Annotated[
         Path | None, typer.Option(help="Write mutants.json into this folder.")
     ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option("--compare", help="Also what the criteria of public tests would have said."),
+    ] = False,
+    into: Annotated[
+        Path | None,
+        typer.Option(help="With --compare: put the table into this Markdown file, at its markers."),
+    ] = None,
 ) -> None:
     """Put the catalogue to the suite: broken implementations and legal variants of the reference.
 
@@ -311,6 +319,10 @@ def mutants(
         raise UsageError(f"ID: {unknown[0]!r}; allowed: {', '.join(known)}")
     plan = make_plan(profile=profile, seed=seed, ranks=ranks)
     folder = _folder(report)
+    if into is not None:
+        if not compare:
+            raise UsageError("--into: given without --compare, whose table it is for")
+        marked.find(into)
     console = Console(highlight=False)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -345,7 +357,8 @@ def mutants(
 @app.command()
 def judge(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Dumps, as moetail's capture saves them.")
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Dumps, as moetail's capture saves them."),
     ],
     report: Annotated[
         Path | None, typer.Option(help="Write report.json and report.html into this folder.")
