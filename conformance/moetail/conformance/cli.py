@@ -351,7 +351,24 @@ def mutants(
         }
         (folder / "mutants.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         console.print(f"Report: {folder}", markup=False, soft_wrap=True)
+    if compare:
+        from moetail.conformance.mutants.compare import compare as compare_criteria
+        from moetail.conformance.mutants.compare import markdown
+
+        lines = compare_criteria(seed)
+        missed = sum(not row.killed for row in table.mutants if row.id in _value_mutants())
+        text = markdown(lines, None if only else (missed, len(table.false_alarms)))
+        console.print(text, markup=False, soft_wrap=True)
+        if into is not None:
+            marked.replace(into, text)
     raise typer.Exit(table.exit_code)
+
+
+def _value_mutants() -> set[str]:
+    """The mutants that change values, which is what a tolerance can look at."""
+    from moetail.conformance.diagnosis import DEVIATIONS
+
+    return {item.id for item in DEVIATIONS}
 
 
 @app.command()
