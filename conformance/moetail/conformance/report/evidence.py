@@ -48,7 +48,7 @@ CLASS = FIRST_BAND + len(BANDS)
 
 _CHUNK = 1 << 22
 
-_NAMES = {RIGHT: "admissible", NOT_JUDGED: "not judged", CLASS: "NaN, or no NaN, wrongly"}
+_NAMES = {RIGHT: "admissible", NOT_JUDGED: "not judged", CLASS: "NaN against a number"}
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -183,4 +183,5 @@ def _shown(value: Tensor) -> list[str]:
         return [str(int(value)), ""]
     size = value.element_size()
     bits = int(value.view(_BITS[size])) & ((1 << 8 * size) - 1)
-    return [f"{float(value):.7g}", f"{bits:#0{2 + 2 * size}x}"]
+    number = "NaN" if bool(value.isnan()) else f"{float(value):.7g}"
+    return [number, f"{bits:#0{2 + 2 * size}x}"]

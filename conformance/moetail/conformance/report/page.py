@@ -8,7 +8,7 @@ from typing import Any
 
 from moetail.conformance.checks import TAIL, Trial
 from moetail.conformance.producers import SOURCES, Case
-from moetail.conformance.report.evidence import CLASS, FIRST_BAND, NOT_JUDGED, band_name
+from moetail.conformance.report.evidence import band_name
 from moetail.conformance.report.picture import COLOURS, svg
 from moetail.conformance.report.wording import (
     cell_mark,
@@ -51,7 +51,6 @@ def report_html(results: Results) -> str:
         violations=violations,
         reasons=not_judged_reasons(results),
         missing=[item for item in OPERATIONS if item.name not in results.provided],
-        legend=[_band(code) for code in range(NOT_JUDGED, CLASS + 1)],
         count=count,
     )
 
@@ -117,8 +116,8 @@ def _violation(results: Results, trial: TrialResult) -> dict[str, Any]:
         and (other.rule, other.operation) == (trial.rule, trial.operation)
     ]
     others = [other for other in failing if other.case != trial.case]
-    # The smallest case shows what is wrong, the largest one where it lies.
-    largest = max(failing, key=lambda other: (bool(other.evidence), other.elements))
+    # The smallest case shows what is wrong, a larger one where it lies.
+    larger = max([trial, *failing], key=_pictured)
     return {
         "id": f"{trial.rule}-{operation(trial.operation).short.replace(' ', '-')}".lower(),
         "trial": trial,
@@ -128,15 +127,20 @@ def _violation(results: Results, trial: TrialResult) -> dict[str, Any]:
         "case": _case(trial),
         "deviations": list(named_deviations(trial.diagnosis)),
         "outputs": _outputs(trial),
-        "largest": largest,
-        "largest_case": _case(largest),
-        "largest_outputs": _outputs(largest),
+        "larger": larger,
+        "larger_case": _case(larger),
+        "larger_outputs": _outputs(larger),
         "blocks": trial.operation == GATHER,
         "failing": len(failing),
         "tried": results.matrix()[trial.rule][trial.operation].trials,
         "others": [other.case for other in others[:_MOST_OTHERS]],
         "unlisted": max(0, len(others) - _MOST_OTHERS),
     }
+
+
+def _pictured(trial: TrialResult) -> int:
+    """Elements of the pictures of a trial."""
+    return sum(math.prod(output["shape"]) for output in trial.evidence)
 
 
 def _parsed(trial: TrialResult) -> Case | None:
@@ -194,7 +198,7 @@ def _bands(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _band(code: int) -> dict[str, Any]:
-    return {"name": band_name(code), "colour": COLOURS[code], "judged": code >= FIRST_BAND}
+    return {"name": band_name(code), "colour": COLOURS[code]}
 
 
 def _pictures(trial: TrialResult, name: str, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
