@@ -85,21 +85,25 @@ class Capture:
         function = getattr(owner, name)
         own = name in getattr(owner, "__dict__", {})
         before = vars(owner)[name] if own else None
+        shown = f"{_named(owner)}.{name}"
 
         @wraps(function)
         def captured(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._wanted(operation_name):
+            # What an operation calls on its way is part of it, and neither saved nor counted.
+            if torch.compiler.is_compiling() or _DEPTH.value:
                 return function(*args, **kwargs)
-            given, arguments, result = bind(function, args, kwargs)
-            call = _Call(self, operation_name, _named(function), arguments, result is None)
-            try:
-                with _inside():
+            with _inside():
+                if not self._wanted(operation_name):
+                    return function(*args, **kwargs)
+                given, arguments, result = bind(function, args, kwargs)
+                call = _Call(self, operation_name, shown, arguments, result is None)
+                try:
                     value = function(*args, **kwargs)
-            except Exception as error:
-                call.raised(error)
-                raise
-            call.returned(value if result is None else result(value, given))
-            return value
+                except Exception as error:
+                    call.raised(error)
+                    raise
+                call.returned(value if result is None else result(value, given))
+                return value
 
         setattr(owner, name, captured)
         self._restore.append(
@@ -107,9 +111,7 @@ class Capture:
         )
 
     def _wanted(self, operation_name: str) -> bool:
-        """Counts an outermost call, and says whether it is to be saved."""
-        if _DEPTH.value:
-            return False
+        """Counts a call, and says whether it is to be saved."""
         number = self._seen.get(operation_name, -1) + 1
         self._seen[operation_name] = number
         if number not in self.calls:
@@ -142,7 +144,6 @@ _DEPTH = _Depth()
 
 @contextmanager
 def _inside() -> Iterator[None]:
-    """What an operation calls on its way is part of it, and not saved again."""
     _DEPTH.value += 1
     try:
         yield
@@ -339,10 +340,12 @@ def _bind_mapped(item: Mapped) -> _Bind:
     return bind
 
 
-def _named(value: Any) -> str:
-    module = getattr(value, "__module__", None) or ""
-    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)
-    return ".".join(part for part in (module, name or type(value).__name__) if part)
+def _named(owner: Any) -> str:
+    """A module's name; a class's, or that of an object's class."""
+    if inspect.ismodule(owner):
+        return owner.__name__
+    kind = owner if inspect.isclass(owner) or inspect.isfunction(owner) else type(owner)
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 class _Call:

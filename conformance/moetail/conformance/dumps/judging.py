@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def judge_dumps(dumps: Sequence[Dump]) -> Results:
     names = {dump.operation for dump in dumps}
     operations = tuple(item.name for item in OPERATIONS if item.name in names)
     results = Results(
-        implementation=", ".join(dict.fromkeys(dump.function for dump in dumps)),
+        implementation=", ".join(dict.fromkeys(_implementation(dump) for dump in dumps)),
         provided=operations,
         plan={
             "profile": "dump",
@@ -70,6 +71,11 @@ def judge_dumps(dumps: Sequence[Dump]) -> Results:
     for group in groups:
         results.trials += _Group(group).trials()
     return results
+
+
+def _implementation(dump: Dump) -> str:
+    """Who provides the operation; of a mapped function, its own name."""
+    return dump.function.removesuffix(f".{dump.operation}")
 
 
 def _where(dump: Dump) -> str:
@@ -175,7 +181,8 @@ class _Group:
         """A violation where ``found`` says something, unless ``status`` is given."""
         given: dict[str, Any] = {"status": VIOLATES if found else CONFORMS, "judged": 1, **more}
         if given["status"] == VIOLATES:
-            given["repeat"] = f"moetail judge {self.case}"
+            files = [str(dump.path) for dump in self.dumps]
+            given["repeat"] = shlex.join(["moetail", "judge", *files])
         return TrialResult(
             rule=rule,
             operation=self.operation,
