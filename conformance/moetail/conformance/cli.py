@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -197,6 +198,8 @@ def check(
         append_summary(results, summary)
     if results.verdict == NOT_JUDGED:
         console.print(_why_nothing(results), markup=False)
+    elif to_fill := _to_fill(results.implementation):
+        console.print(to_fill, markup=False)
     console.print(verdict_line(results), markup=False, soft_wrap=True)
     raise typer.Exit(results.exit_code)
 
@@ -225,11 +228,44 @@ def _device(impl: str, device: str, require_gpu: bool) -> str:
 def _why_nothing(results: Results) -> str:
     from moetail.spec.rules import OPERATIONS
 
+    if not results.provided and (to_fill := _to_fill(results.implementation)):
+        return f"{results.implementation} provides no operation yet. {to_fill}"
     if not results.provided:
         names = ", ".join(item.name for item in OPERATIONS)
         return f"{results.implementation} provides none of the operations: {names}."
     reasons = sorted({trial.found for trial in results.trials if trial.found})
     return "\n".join(reasons) or "No trial fits what was asked for."
+
+
+def _to_fill(implementation: str) -> str:
+    """What is left of a file that ``moetail init`` wrote."""
+    from moetail.conformance.implementation import load
+    from moetail.conformance.template import TODO, unfilled
+
+    names = unfilled(load(implementation).target)
+    if not names:
+        return ""
+    return f"To be filled: {', '.join(names)}. Take {TODO} off the names of those that are."
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The .py file to write.")],
+    op: Annotated[
+        list[str] | None, typer.Option(help="Only this operation (repeatable); by default all.")
+    ] = None,
+) -> None:
+    """Write a template of a kernel's file, with the operations to fill.
+
+    It runs at once: what is not filled is not provided, and so not judged.
+    """
+    from moetail.conformance.asked import operations_named
+    from moetail.conformance.template import TODO, write_template
+
+    names = write_template(file, operations_named(op or []))
+    typer.echo(f"{file}: {len(names)} to fill: {', '.join(names)}")
+    again = shlex.join(["moetail", "check", str(file)])
+    typer.echo(f"Fill one, take {TODO} off its name, and run: {again}")
 
 
 @app.command()
