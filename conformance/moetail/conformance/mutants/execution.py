@@ -140,12 +140,12 @@ class SharedUpdatedInPlace(Reference):
 
 
 @breaks("RUN-2", operations=(CONVERT,))
-class WeightsRoundedInPlace(Reference):
-    """Leaves the weights rounded to BF16 while it converts."""
+class MapShiftedInPlace(Reference):
+    """Leaves the map's rows shifted by one while it converts, and hands them on so."""
 
     def _converted_deferred(self, flashinfer_output: Any, num_tokens: int, top_k: int) -> Any:
         made = super()._converted_deferred(flashinfer_output, num_tokens, top_k)
-        made.expert_weights.copy_(made.expert_weights.to(torch.bfloat16))
+        made.expanded_idx_to_permuted_idx.add_(1)
         return made
 
 
