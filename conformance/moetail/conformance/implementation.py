@@ -18,11 +18,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moetail.conformance.adapters import ADAPTERS
 from moetail.spec import OPERATIONS, operation
 
 __all__ = ["Implementation", "UsageError", "load"]
 
-BUILT_IN = {"reference": "moetail.reference", "kernels": "moetail.kernels"}
+BUILT_IN = {"reference": "moetail.reference", "kernels": "moetail.kernels", **ADAPTERS}
 
 
 class UsageError(Exception):
@@ -86,7 +87,7 @@ def load(spec: str) -> Implementation:
     """Load an implementation.
 
     Args:
-        spec: "reference", "kernels", a module ("my_package.tail"), an attribute of one
+        spec: "reference", "kernels", an adapter's name, a module ("my_package.tail"), an attribute of one
             ("my_package.tail:Fused"), or a path to a .py file.
 
     Raises:
@@ -108,7 +109,7 @@ def load(spec: str) -> Implementation:
     except Exception as error:
         cause = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"IMPL: {spec} cannot be loaded ({cause}); allowed: reference, kernels, a module, "
+            f"IMPL: {spec} cannot be loaded ({cause}); allowed: {', '.join(BUILT_IN)}, a module, "
             "module:attribute, or a .py file"
         ) from error
     return Implementation(spec, target)
