@@ -112,7 +112,7 @@ def check(
         str,
         typer.Argument(
             metavar="[IMPL]",
-            help="reference, kernels, a module, module:attribute, or a path to a .py file",
+            help="reference, kernels, vllm, a module, module:attribute, or a path to a .py file",
         ),
     ] = "reference",
     op: Annotated[
@@ -148,6 +148,7 @@ def check(
 
     Exit code: 0 conforms, 1 violates, 2 usage, 3 nothing was judged.
     """
+    from moetail.conformance.adapters import not_mapped, versions
     from moetail.conformance.asked import case_named, make_plan, operations_named, rules_named
     from moetail.conformance.implementation import load
     from moetail.conformance.report import append_summary, check_summary, write_report
@@ -184,11 +185,14 @@ def check(
         console.print(failure, markup=False)
     if progress.failures:
         results.stopped = f"{len(progress.failures)} tests of the suite could not run"
+    results.plan.update(versions(implementation.target))
     if results.trials:
         console.print(matrix_table(results))
     for violation in results.violations:
         console.print(violation_text(violation), markup=False, soft_wrap=True)
         console.print()
+    for name, why in not_mapped(implementation.target).items():
+        console.print(f"Not mapped: {name}: {why}", markup=False, soft_wrap=True)
     if results.stopped:
         console.print(f"The run ended early: {results.stopped}.", markup=False)
     if report is not None:
