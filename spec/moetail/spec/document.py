@@ -153,8 +153,8 @@ _READINGS = """\
 - **A refusal on one rank only.** Arguments that are replicated are refused on all ranks alike. A
   map that is wrong on one rank is refused by that rank, and the others wait for it until their
   group's timeout: agreeing on it first would cost a collective in every call.
-- **Subnormals.** The text is silent on flush-to-zero. FP32 results that are subnormal may be kept or
-  flushed, and subnormal inputs may be read as zero: both are legal evaluations.
+- **Subnormals.** The text is silent on flush-to-zero. FP32 results that are subnormal may be kept
+  or flushed, and subnormal inputs may be read as zero: both are legal evaluations.
 - **Overflow.** An element that some legal order leaves finite and another makes infinite may be
   either. One that is NaN in some legal orders only is not judged.
 - **Norms of huge and tiny rows.** FP32 throughout wins over the bound on the inverse: where squares
