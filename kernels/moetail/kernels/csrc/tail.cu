@@ -77,8 +77,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     float sum = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-      if (!kAllAtOnce && p.post_weight && held(v)) {
-        post_weight[v] = load_kept(p.post_weight + column(v));
+      if constexpr (!kAllAtOnce) {
+        // What is not held is zeros, and must stay zeros: it is in the next sum.
+        post_weight[v] = make_uint4(0, 0, 0, 0);
+        if (p.post_weight && held(v)) post_weight[v] = load_kept(p.post_weight + column(v));
       }
       sum = sum_of_squares(value[v], sum);
     }
