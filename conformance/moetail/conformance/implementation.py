@@ -87,8 +87,8 @@ def load(spec: str) -> Implementation:
     """Load an implementation.
 
     Args:
-        spec: "reference", "kernels", an adapter's name, a module ("my_package.tail"), an attribute of one
-            ("my_package.tail:Fused"), or a path to a .py file.
+        spec: "reference", "kernels", an adapter's name, a module ("my_package.tail"), an attribute
+            of one ("my_package.tail:Fused"), or a path to a .py file.
 
     Raises:
         UsageError: nothing of that name, or it cannot be imported; the cause is chained.
