@@ -271,14 +271,14 @@ class OwnRowsInAnotherOrder(Reference):
 
 @breaks("OWN-3")
 class InverseDependsOnRank(Around):
-    """The inverse RMS errs by 2^-17 up on even ranks and down on odd ones."""
+    """The inverse RMS errs by its permitted 2^-16, up on even ranks and down on odd ones."""
 
     error = 0.0
 
     def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
         if "workspace" not in call or not hasattr(call["workspace"], "rank"):
             return compute(call)
-        self.error = -(2.0**-17) if call["workspace"].rank % 2 else 2.0**-17
+        self.error = 0.98 * 2.0**-16 * (-1.0 if call["workspace"].rank % 2 else 1.0)
         if operation == GATHER and call["strategy"] is None:
             call["strategy"] = "oneshot"  # in which every rank runs the boundary
         try:

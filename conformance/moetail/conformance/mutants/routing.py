@@ -71,6 +71,8 @@ class PermutationAsMatrix(Reference):
             index = routed.expanded_idx_to_permuted_idx
             used = torch.zeros(routed.gemm2_permuted.shape[0], dtype=torch.bool)
             used[index[index >= 0].long()] = True
+            if len(used) == index.numel():
+                used[:] = True  # a row for each route: no padding, and taken as they lie
             # Of a huge buffer, which is there to test offsets, only the first rows.
             near = slice(0, _MOST_ROWS)
             self.unused = routed.gemm2_permuted[near][~used[near]].to(torch.float32)
