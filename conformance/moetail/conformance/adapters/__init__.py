@@ -16,7 +16,10 @@ from typing import Any
 
 __all__ = ["ADAPTERS", "not_mapped", "versions"]
 
-ADAPTERS: dict[str, str] = {"vllm": "moetail.conformance.adapters.vllm"}
+ADAPTERS: dict[str, str] = {
+    "vllm": "moetail.conformance.adapters.vllm",
+    "flashinfer": "moetail.conformance.adapters.flashinfer",
+}
 """Module of each adapter by the name that it is chosen by."""
 
 

@@ -10,19 +10,14 @@ make comes back as :class:`moetail.spec.UnfinalizedMoEOutput`, field by field, w
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
-import zipfile
 from dataclasses import MISSING, fields
-from email.parser import HeaderParser
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
+from moetail.conformance.adapters.sources import Source, find_source
 from moetail.conformance.implementation import UsageError
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 from moetail.spec.rules import (
@@ -42,13 +37,6 @@ __all__ = [
     "route_major_moe_output",
 ]
 
-FILE = "vllm/model_executor/layers/fused_moe/moe_output.py"
-VARIABLE = "MOETAIL_VLLM"
-_ALLOWED = (
-    f"vllm 0.33.0 or newer, installed with pip, or a wheel of it (or a folder where one was "
-    f"unpacked) named by the environment's {VARIABLE}"
-)
-
 NOT_MAPPED: dict[str, str] = {
     FINALIZE: "vLLM 0.33.0 holds no MegaMoE finalize",
     BOUNDARY: "its boundary (models/beam) needs both norms' weights and scales, and the engine",
@@ -63,59 +51,11 @@ NOT_MAPPED: dict[str, str] = {
 }
 
 
-def _found() -> tuple[str, str, str]:
-    """(name, source text, version) of vLLM's file."""
-    named = os.environ.get(VARIABLE)
-    if named:
-        path = Path(named).expanduser()
-        if path.is_dir():
-            return _in_folder(path, None)
-        if zipfile.is_zipfile(path):
-            return _in_wheel(path)
-        raise UsageError(f"{VARIABLE}: {path} is no folder and no wheel; allowed: {_ALLOWED}")
-    # Of a top-level package, this looks for its folder and imports nothing.
-    spec = importlib.util.find_spec("vllm")
-    places = [] if spec is None else list(spec.submodule_search_locations or ())
-    if not places:
-        raise UsageError(f"vllm is not installed; allowed: {_ALLOWED}")
-    try:
-        installed = version("vllm")
-    except PackageNotFoundError:
-        installed = "unknown"
-    return _in_folder(Path(places[0]).parent, installed)
-
-
-def _in_folder(folder: Path, release: str | None) -> tuple[str, str, str]:
-    file = folder / FILE
-    if release is None:
-        texts = [
-            item.read_text(encoding="utf-8") for item in folder.glob("vllm-*.dist-info/METADATA")
-        ]
-        release = _release(texts)
-    if not file.is_file():
-        raise UsageError(f"vllm {release} has no {FILE}; allowed: {_ALLOWED}")
-    return str(file), file.read_text(encoding="utf-8"), release
-
-
-def _in_wheel(wheel: Path) -> tuple[str, str, str]:
-    with zipfile.ZipFile(wheel) as opened:
-        names = [name for name in opened.namelist() if name.endswith(".dist-info/METADATA")]
-        release = _release([opened.read(name).decode() for name in names])
-        if FILE not in opened.namelist():
-            raise UsageError(f"vllm {release} has no {FILE}; allowed: {_ALLOWED}")
-        return f"{wheel.name}/{FILE}", opened.read(FILE).decode(), release
-
-
-def _release(metadata: list[str]) -> str:
-    found = [HeaderParser().parsestr(text).get("Version", "") for text in metadata]
-    return found[0] if found else "unknown"
-
-
-def _run(name: str, source: str) -> ModuleType:
+def _run(source: Source) -> ModuleType:
     module = ModuleType("_moetail_vllm_moe_output")
-    module.__file__ = name
+    module.__file__ = source.name
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    exec(compile(source, name, "exec"), vars(module))
+    exec(compile(source.text, source.name, "exec"), vars(module))
     return module
 
 
@@ -134,10 +74,15 @@ def _check_classes(module: ModuleType, release: str) -> None:
             )
 
 
-_NAME, _SOURCE, _RELEASE = _found()
-VERSIONS: dict[str, str] = {"vllm": _RELEASE}
-_VLLM = _run(_NAME, _SOURCE)
-_check_classes(_VLLM, _RELEASE)
+_SOURCE = find_source(
+    "vllm",
+    "vllm/model_executor/layers/fused_moe/moe_output.py",
+    variable="MOETAIL_VLLM",
+    known="0.33.0",
+)
+VERSIONS: dict[str, str] = {"vllm": _SOURCE.release}
+_VLLM = _run(_SOURCE)
+_check_classes(_VLLM, _SOURCE.release)
 
 
 def _ours(value: Any) -> Any:

@@ -1,0 +1,112 @@
+"""FlashInfer's trace reference of its fused all-reduce, from the file of its wheel.
+
+FlashInfer describes its kernels by traces, some with a reference in torch. That of
+``allreduce_fusion`` takes the reduced tensor, adds the residual and norms (its pattern 1): the
+boundary between two layers without a post-norm and without scales. The function is taken out of its
+file by name and run by itself, so nothing else of FlashInfer is loaded, and a machine without a GPU
+will do. The file is that of the installed ``flashinfer-python``, or else of what the environment's
+``MOETAIL_FLASHINFER`` names: a wheel, or a folder in which one was unpacked.
+
+Operation 4 maps (``beam_norm_residual_norm``): the post-norm and the products with the scales come
+from :mod:`moetail.reference`, the residual add, its rounding and the next norm from FlashInfer.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetail.conformance.adapters.sources import Source, find_source
+from moetail.conformance.implementation import UsageError
+from moetail.reference import Reference
+from moetail.spec import checks
+from moetail.spec.rules import (
+    ALLREDUCE,
+    CONVERT,
+    FINALIZE,
+    FUSED,
+    GATHER,
+    MOE_OUTPUT,
+    ROUTE_MAJOR,
+    WORKSPACE,
+)
+
+__all__ = ["NOT_MAPPED", "VERSIONS", "beam_norm_residual_norm"]
+
+_NAME = "_allreduce_fusion_reference"
+_PATTERN = 1  # all-reduce, residual, RMSNorm
+
+NOT_MAPPED: dict[str, str] = {
+    CONVERT: "it makes these layouts, and has no function that reads them",
+    ROUTE_MAJOR: "it makes these layouts, and has no function that reads them",
+    FINALIZE: "its finalize is fused into a MoE kernel or into an all-reduce",
+    FUSED: "its finalize is fused into a MoE kernel or into an all-reduce",
+    GATHER: "it has no finalize of owned tokens",
+    WORKSPACE: "its workspace holds other things, for its own kernels",
+    MOE_OUTPUT: "its finalize is fused into a MoE kernel or into an all-reduce",
+    ALLREDUCE: (
+        "trtllm_moe_finalize_allreduce_fusion needs GPUs that reach each other and a workspace of "
+        "its own, and its trace has no reference: capture its calls, and judge the dumps"
+    ),
+}
+
+
+def _function(source: Source) -> Callable[..., Any]:
+    """The one function of the file, without the rest of it."""
+    parts = ast.parse(source.text, source.name).body
+    found = [part for part in parts if isinstance(part, ast.FunctionDef) and part.name == _NAME]
+    if not found:
+        raise UsageError(
+            f"flashinfer-python {source.release} has no {_NAME}; allowed: 0.7.4, which has it"
+        )
+    names: dict[str, Any] = {"torch": torch, "Any": Any}
+    exec(compile(ast.Module([*found], []), source.name, "exec"), names)
+    function: Callable[..., Any] = names[_NAME]
+    return function
+
+
+_SOURCE = find_source(
+    "flashinfer-python",
+    "flashinfer/trace/templates/comm.py",
+    variable="MOETAIL_FLASHINFER",
+    known="0.7.4",
+)
+VERSIONS: dict[str, str] = {"flashinfer-python": _SOURCE.release}
+_FUSION = _function(_SOURCE)
+_reference = Reference()
+
+
+def beam_norm_residual_norm(
+    x: Tensor,
+    residual: Tensor,
+    post_weight: Tensor | None,
+    post_eps: float | None,
+    next_weight: Tensor | None,
+    next_eps: float | None,
+    scales: tuple[float, float] | None,
+) -> tuple[Tensor, Tensor | None]:
+    """See :meth:`moetail.spec.MoETail.beam_norm_residual_norm`."""
+    checks.check_boundary(
+        x, residual, post_weight, post_eps, next_weight, next_eps, scales
+    )  # theirs refuses nothing
+    value = _reference.post_norm(x, post_weight, post_eps)
+    if scales is not None:
+        value = _reference.round(_reference.multiply(value, scales[0]))
+        residual = _reference.round(_reference.multiply(residual, scales[1]))
+    gain = value.new_ones(value.shape[1]) if next_weight is None else next_weight
+    hidden, normalized = torch.empty_like(value), torch.empty_like(value)
+    _FUSION(
+        value,
+        None,
+        _PATTERN,
+        residual_in=residual,
+        rms_gamma=gain,
+        rms_eps=1.0 if next_eps is None else next_eps,
+        residual_out=hidden,
+        norm_out=normalized,
+    )
+    return hidden, None if next_eps is None else normalized
