@@ -112,7 +112,7 @@ def check(
         str,
         typer.Argument(
             metavar="[IMPL]",
-            help="reference, kernels, vllm, a module, module:attribute, or a path to a .py file",
+            help="reference, kernels, vllm, flashinfer, a module, module:attribute, or a .py file",
         ),
     ] = "reference",
     op: Annotated[
