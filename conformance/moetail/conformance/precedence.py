@@ -69,6 +69,7 @@ PRECEDENCE: tuple[str, ...] = (
     "test_round_7_shared_after_the_scale_and_ranks_before_the_norm",
     "test_round_5_each_residual_product_is_rounded",
     "test_round_6_the_next_norm_takes_the_rounded_hidden",
+    "test_round_4_norm_weights_of_any_size",
     "test_own_4_the_default_follows_the_thresholds",
     "test_own_4_every_strategy_conforms",
     "test_run_7_negative_zeros_in_the_payload",

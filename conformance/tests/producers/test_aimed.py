@@ -134,7 +134,10 @@ class Evaluation:
             return reduced
         if self.case.routed_scale == 1.0:
             return self.rn(reduced)
-        out = self.unless("no round after scale", fp32(reduced * factor))
+        product = reduced * factor  # exact: 8 and 24 bits
+        if "products exact" not in self.breaks:
+            product = fp32(product)
+        out = self.unless("no round after scale", product)
         if "scale twice" in self.breaks:
             out = self.rn(fp32(out * factor))
         return out
@@ -208,6 +211,8 @@ class Evaluation:
             x_scale, r_scale = (float(np.float32(scale)) for scale in arguments["scales"])
             fused = "residual fused" in self.breaks
             a, b = fp32(n * x_scale), fp32(residual * r_scale)
+            if "products exact" in self.breaks:
+                a, b = n * x_scale, residual * r_scale
             n = a if fused or "x product kept" in self.breaks else self.rn(a)
             residual = b if fused or "residual product kept" in self.breaks else self.rn(b)
         total = n + residual
@@ -304,6 +309,8 @@ AIMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "weights": (("weights as bf16",), (*ROUNDINGS, "scale twice")),
     "scale": (SCALES, ("half away", "half to zero", "bf16 accumulator", "weights as bf16")),
     "scale-round": (("no round after scale",), (*ACCUMULATORS[:2], "weights as bf16")),
+    "scale-double": (("products exact", "scale twice"), (*ACCUMULATORS, "weights as bf16")),
+    "residual-double": (("products exact",), (*ACCUMULATORS, "weights as bf16")),
     "norm-affine": (("affine after round",), (*ACCUMULATORS, *EPS[1:], "weights as bf16")),
     "norm-eps": (EPS[:2], (*ACCUMULATORS[:2], "weights as bf16", "affine after round")),
     "norm-mean": (COUNTS, (*ACCUMULATORS[:2], "weights as bf16", "affine after round")),

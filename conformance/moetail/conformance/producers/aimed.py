@@ -454,6 +454,39 @@ def _product_table(scale: float) -> Tensor:
     return torch.stack([mantissa[good], rounded[good], product[good]], dim=1)
 
 
+@functools.lru_cache(maxsize=64)
+def _double_table(scale: float) -> Tensor:
+    """``[n]``: mantissas whose FP32 product with the scale is a midpoint that the exact product is
+    not, so that one rounding instead of the contract's two gives the other neighbour."""
+    mantissa = torch.arange(128, 256, dtype=torch.float64)
+    exact = mantissa * float(torch.tensor(scale, dtype=torch.float32))
+    return mantissa[bf16(_scaled(mantissa, scale)) != bf16(exact)]
+
+
+def _double(case: Case) -> Problem:
+    """Values that the factor takes to such midpoints, and zero as what is added to them."""
+    gen = _gen(case, "double")
+    factor = case.routed_scale if case.scales is None else case.scales[0]
+    table = _double_table(factor).unsqueeze(1)
+    (mantissa,) = _pick(table, _size(case), gen).unbind(-1)
+    zeros = torch.zeros(_size(case), dtype=torch.float64)
+    values = mantissa * _units(_size(case), gen)
+    return _problem(case, large=_at_home(case, values), residual=zeros)
+
+
+def _double_shows(case: Case) -> str | None:
+    scaled = case.operation != BOUNDARY and case.scales is None
+    if not scaled or not len(_double_table(case.routed_scale)):
+        return "needs a routed_scale with such midpoints, such as 17/7"
+    return None
+
+
+def _double_residual_shows(case: Case) -> str | None:
+    if case.scales is None or not len(_double_table(case.scales[0])):
+        return "needs an x_scale with such midpoints, such as 17/7"
+    return None
+
+
 def _order_shows(case: Case) -> str | None:
     return None if len(_scale_table(case.routed_scale)) else "needs a routed_scale further from 1"
 
@@ -889,6 +922,13 @@ AIMED = (
         _need(_routes, _odd_scale, _product_shows, _scale_round_needs),
     ),
     Source(
+        "scale-double",
+        "scaled sums whose FP32 product is a midpoint that the exact one is not",
+        _double,
+        "ROUND-2",
+        _need(_routes, _no_post, _double_shows),
+    ),
+    Source(
         "norm-affine",
         "norms that differ when rounded before the affine multiply",
         _norm_affine,
@@ -921,6 +961,13 @@ AIMED = (
         _residual,
         "ROUND-5",
         _need(_unscaled, _no_post, _residual_needs),
+    ),
+    Source(
+        "residual-double",
+        "residual products in FP32 that are midpoints, as the exact ones are not",
+        _double,
+        "ROUND-5",
+        _need(_unscaled, _no_post, _double_residual_shows),
     ),
     Source(
         "hidden",
@@ -963,6 +1010,7 @@ _PLAIN: tuple[dict[str, Any], ...] = ({},)
 _SCALES: tuple[dict[str, Any], ...] = tuple(
     {"routed_scale": scale} for scale in (2.5, 1.5, 0.75, 16 / 3)
 )
+_DOUBLING = (17 / 7, 7 / 24, 11 / 7)  # found by search: the most mantissas with such midpoints
 _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "ties": ({}, {"shared": True}, {"shared": True, "routed": "finalized"}),
     "ties-down": _PLAIN,
@@ -970,7 +1018,9 @@ _OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "ties-near": _PLAIN,
     "accumulate": _PLAIN,
     "weights": ({}, {"weights": "bf16"}, {"weights": "fp16"}),
-    "scale": _SCALES,
+    "scale": (*_SCALES, {"routed_scale": -2.5}),
+    "scale-double": tuple({"routed_scale": scale} for scale in _DOUBLING),
+    "residual-double": tuple({"scales": (scale, 1.0)} for scale in _DOUBLING),
     "scale-round": tuple(scale | more for more in ({}, _POST) for scale in _SCALES[:3]),
     "norm-affine": ({"post": "affine"}, _AFFINE),
     "norm-eps": _NORMED,

@@ -108,7 +108,11 @@ def _scaled(low: float, high: float) -> Callable[[Case], Problem]:
             exponent = torch.round(low + (high - low) * uniform(tuple(values.shape), gen))
             return torch.ldexp(values, exponent.int())
 
-        return Draws(case).problem(shape)
+        made = Draws(case).problem(shape)
+        if high - low > 16:  # wider than FP16: norm weights, too
+            for name in ("post_weight", "next_weight"):
+                setattr(made, name, to_bf16(shape(name, getattr(made, name).double())))
+        return made
 
     return make
 

@@ -5,9 +5,12 @@ Each rule has its own sources of values, on which it decides and the other rules
 
 from __future__ import annotations
 
-from moetail.conformance.checks import Tail, Trial, checks_rule
+from collections.abc import Iterator
+
+from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step
-from moetail.conformance.trials import aimed
+from moetail.conformance.trials import aimed, draw, trials
+from moetail.spec.rules import FINALIZE
 
 
 @checks_rule("ROUND-1", aimed("accumulate"))
@@ -15,7 +18,7 @@ def test_round_1_the_reduction_accumulates_in_fp32(tail: Tail, trial: Trial) -> 
     tail.conforms(*tail.run(Step(trial.case)))
 
 
-@checks_rule("ROUND-2", aimed("scale", "scale-round"))
+@checks_rule("ROUND-2", aimed("scale", "scale-round", "scale-double"))
 def test_round_2_rounded_before_the_scale_and_after(tail: Tail, trial: Trial) -> None:
     tail.conforms(*tail.run(Step(trial.case)))
 
@@ -32,7 +35,18 @@ def test_round_4_norms_are_fp32_on_the_rounded_input(tail: Tail, trial: Trial) -
     tail.conforms(*tail.run(Step(trial.case)))
 
 
-@checks_rule("ROUND-5", aimed("residual"))
+def _wide(plan: Plan, name: str) -> Iterator[Trial]:
+    fixed = {"post": "affine"} if name == FINALIZE else {"post": "affine", "next": "affine"}
+    yield from trials(draw(plan, name, "wide", plan.pick(1, 3), "wide", fixed=fixed))
+
+
+@checks_rule("ROUND-4", _wide)
+def test_round_4_norm_weights_of_any_size(tail: Tail, trial: Trial) -> None:
+    """Weights from 2^-30 to 2^30: FP16 holds few of them."""
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-5", aimed("residual", "residual-double"))
 def test_round_5_each_residual_product_is_rounded(tail: Tail, trial: Trial) -> None:
     tail.conforms(*tail.run(Step(trial.case)))
 
