@@ -92,6 +92,15 @@ def mutants(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """The documentation, with every link checked; arguments replace ``build --strict``."""
+    install(session, groups=("docs",))
+    # The theme's notice about another generator would be a warning to no purpose.
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("python", "-m", "mkdocs", *(session.posargs or ["build", "--strict"]), env=quiet)
+
+
+@nox.session
 def build(session: nox.Session) -> None:
     """Compile the kernels for every architecture; no GPU needed."""
     install(session)

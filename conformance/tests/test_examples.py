@@ -18,10 +18,11 @@ from moetail.spec.rules import BOUNDARY, FINALIZE
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Python in a folder of its own, so that nothing is left among the examples."""
     return subprocess.run(
         [sys.executable, *words],
-        cwd=EXAMPLES,
+        cwd=folder,
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables},
         text=True,
         capture_output=True,
@@ -47,13 +48,13 @@ def test_an_example_has_the_contracts_signature(file: str, name: str) -> None:
     ]
 
 
-def test_the_triton_example_conforms() -> None:
+def test_the_triton_example_conforms(tmp_path: Path) -> None:
     """On a GPU where there is one, else in Triton's interpreter."""
     pytest.importorskip("triton")
     gpu = torch.cuda.is_available()
-    words = ("-m", "moetail.conformance.cli", "check", "triton_finalize.py", "--op", "finalize")
+    words = ("-m", "moetail.conformance.cli", "check", str(EXAMPLES / "triton_finalize.py"))
     words += ("--device", "cuda") if gpu else ("--rule", "ROUND,LIVE,ROUTE,DOMAIN-1,RUN-3,TAIL")
-    done = run(*words, **({} if gpu else {"TRITON_INTERPRET": "1"}))
+    done = run(tmp_path, *words, **({} if gpu else {"TRITON_INTERPRET": "1"}))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "CONFORMS" in done.stdout
 
@@ -71,14 +72,15 @@ def test_the_cuda_example_compiles_and_conforms_where_there_is_a_gpu(tmp_path: P
         "PATH": os.pathsep.join((*build._tool_directories(), os.environ["PATH"])),
     }
     if torch.cuda.is_available():
-        words = ("-m", "moetail.conformance.cli", "check", "cuda_boundary.py")
-        done = run(*words, "--op", "boundary", "--device", "cuda", **variables)
+        words = ("-m", "moetail.conformance.cli", "check", str(EXAMPLES / "cuda_boundary.py"))
+        done = run(tmp_path, *words, "--device", "cuda", **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return
     code = (
         "import sys, tvm_ffi, cuda_boundary\n"
         "print(tvm_ffi.load_module(cuda_boundary.build(sys.argv[1])).boundary)"
     )
-    done = run("-c", code, str(tmp_path / "build"), TVM_FFI_CUDA_ARCH_LIST="9.0", **variables)
+    variables |= {"TVM_FFI_CUDA_ARCH_LIST": "9.0", "PYTHONPATH": str(EXAMPLES)}
+    done = run(tmp_path, "-c", code, str(tmp_path / "build"), **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Function" in done.stdout
