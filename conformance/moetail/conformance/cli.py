@@ -454,6 +454,25 @@ def judge(
     raise typer.Exit(results.exit_code)
 
 
+@app.command("definitions")
+def write_flashinfer_bench(
+    out: Annotated[Path, typer.Option(help="Folder of the trace set.")],
+    model: Annotated[
+        str, typer.Option(help="Whose dimensions and routing the workloads have.")
+    ] = "deepseek-v3",
+) -> None:
+    """The operations as FlashInfer-Bench Definitions, with workloads."""
+    from moetail.conformance.definitions import write_definitions
+
+    torch.set_num_threads(1)
+    folder = out.expanduser().resolve()
+    try:
+        written = write_definitions(folder, model=model, after=typer.echo)
+    except OSError as error:
+        raise UsageError(f"--out: {folder}: {error.strerror}; allowed: a folder") from None
+    typer.echo(f"{len(written)} definitions with their workloads: {folder}")
+
+
 def main(arguments: list[str] | None = None) -> Any:
     """Entry point of the ``moetail`` command."""
     try:
