@@ -67,6 +67,7 @@ PRECEDENCE: tuple[str, ...] = (
     "test_round_4_norms_are_fp32_on_the_rounded_input",
     "test_round_2_rounded_before_the_scale_and_after",
     "test_round_7_shared_after_the_scale_and_ranks_before_the_norm",
+    "test_round_3_of_sums_with_the_shared_part",
     "test_round_5_each_residual_product_is_rounded",
     "test_round_6_the_next_norm_takes_the_rounded_hidden",
     "test_round_4_norm_weights_of_any_size",

@@ -15,6 +15,30 @@ from moetail.spec.rules import BOUNDARY, FINALIZE, FUSED, GATHER
 
 BF16 = torch.bfloat16
 
+# --- rows and weights -----------------------------------------------------------------------------
+
+
+@breaks("ROUND-4")
+class MeanSharedByTwoTokens(Reference):
+    """Two tokens a block take the mean of both, where the number of tokens is even."""
+
+    def mean_square(self, value: Tensor) -> Tensor:
+        mean = super().mean_square(value)
+        if mean.shape[0] % 2 or not mean.numel():
+            return mean
+        pairs = mean.view(-1, 2, 1)
+        return pairs.mean(dim=1, keepdim=True).expand_as(pairs).reshape_as(mean)
+
+
+@breaks("ROUND-4")
+class NormWeightsThroughFp16(Reference):
+    """Keeps the norms' weights in FP16, which holds fewer exponents than BF16."""
+
+    def rms_norm(self, value: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        narrow = None if weight is None else weight.to(torch.float16).to(BF16)
+        return super().rms_norm(value, narrow, eps)
+
+
 # --- eps ------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.judge import round_bf16
 from moetail.conformance.mutants.around import (
     Around,
     narrowed,
@@ -171,6 +172,23 @@ class ScaleInBf16(Reference):
 
     def scale(self, reduced: Tensor, routed_scale: float) -> Tensor:
         return super().scale(reduced, float(torch.tensor(routed_scale).to(BF16)))
+
+
+@breaks("ROUND-2")
+class ScaleWithoutItsSign(Reference):
+    """Takes a negative routed scale as positive."""
+
+    def scale(self, reduced: Tensor, routed_scale: float) -> Tensor:
+        return super().scale(reduced, abs(routed_scale))
+
+
+@breaks("ROUND-2")
+class ScaledProductRoundedOnce(Reference):
+    """Rounds the exact product of sum and scale to BF16, without FP32 between."""
+
+    def scale(self, reduced: Tensor, routed_scale: float) -> Tensor:
+        factor = torch.tensor(routed_scale, dtype=torch.float32).double()
+        return round_bf16(reduced.double() * factor)
 
 
 @breaks("ROUND-2", operations=(FINALIZE, FUSED), also=("ROUND-4",))

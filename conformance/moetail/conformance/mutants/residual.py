@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.judge import round_bf16
 from moetail.conformance.mutants.around import Around
 from moetail.conformance.mutants.catalogue import breaks
 from moetail.reference import Reference
@@ -60,6 +61,22 @@ class NoProductRounded(ResidualParts):
 
     def r_part(self, residual: Tensor, scale: float) -> Tensor:
         return self.multiply(residual, scale)
+
+
+@breaks("ROUND-5")
+class ProductsRoundedOnce(ResidualParts):
+    """Rounds the exact products to BF16, without FP32 between."""
+
+    def x_part(self, value: Tensor, scale: float) -> Tensor:
+        return _once(value, scale)
+
+    def r_part(self, residual: Tensor, scale: float) -> Tensor:
+        return _once(residual, scale)
+
+
+def _once(value: Tensor, scale: float) -> Tensor:
+    factor = torch.tensor(scale, dtype=torch.float32).double()
+    return round_bf16(value.double() * factor).to(torch.float32)
 
 
 @breaks("ROUND-5")

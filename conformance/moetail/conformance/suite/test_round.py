@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step
 from moetail.conformance.trials import aimed, draw, trials
-from moetail.spec.rules import FINALIZE
+from moetail.spec.rules import ALLREDUCE, FINALIZE, MOE_OUTPUT
 
 
 @checks_rule("ROUND-1", aimed("accumulate"))
@@ -23,8 +23,25 @@ def test_round_2_rounded_before_the_scale_and_after(tail: Tail, trial: Trial) ->
     tail.conforms(*tail.run(Step(trial.case)))
 
 
-@checks_rule("ROUND-3", aimed("ties", "ties-down", "ties-up", "ties-near"))
+_TIES = aimed("ties", "ties-down", "ties-up", "ties-near")
+
+
+def _ties(plan: Plan, name: str) -> Iterator[Trial]:
+    yield from (trial for trial in _TIES(plan, name) if not trial.case.shared)
+
+
+def _ties_of_shared_sums(plan: Plan, name: str) -> Iterator[Trial]:
+    # A shared part that is left out is ROUND-7's.
+    yield from (trial for trial in _TIES(plan, name) if trial.case.shared)
+
+
+@checks_rule("ROUND-3", _ties)
 def test_round_3_to_nearest_ties_to_even(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+@checks_rule("ROUND-3", _ties_of_shared_sums, operations=(MOE_OUTPUT, ALLREDUCE))
+def test_round_3_of_sums_with_the_shared_part(tail: Tail, trial: Trial) -> None:
     tail.conforms(*tail.run(Step(trial.case)))
 
 
