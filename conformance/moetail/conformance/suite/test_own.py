@@ -102,7 +102,7 @@ def _orders_that_show(plan: Plan, name: str) -> Iterator[Trial]:
     yield from _several_ranks(plan, name)
     if name == GATHER:
         several = [ranks for ranks in plan.group_sizes(name) if ranks > 1]
-        fixed = {"top_k": 8, "hidden": 512}
+        fixed: dict[str, Any] = {"top_k": 8, "hidden": 512}
         cases = draw(plan, name, "order", plan.pick(1, 3), "cancel", fixed=fixed, ranks=several)
         yield from trials(cases)
     if name == ALLREDUCE:
