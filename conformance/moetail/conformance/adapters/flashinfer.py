@@ -64,7 +64,7 @@ def _function(source: Source) -> Callable[..., Any]:
             f"flashinfer-python {source.release} has no {_NAME}; allowed: 0.7.4, which has it"
         )
     names: dict[str, Any] = {"torch": torch, "Any": Any}
-    exec(compile(ast.Module([*found], []), source.name, "exec"), names)
+    exec(compile(ast.Module([*found], []), source.name, "exec", dont_inherit=True), names)
     function: Callable[..., Any] = names[_NAME]
     return function
 

@@ -55,7 +55,7 @@ def _run(source: Source) -> ModuleType:
     module = ModuleType("_moetail_vllm_moe_output")
     module.__file__ = source.name
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    exec(compile(source.text, source.name, "exec"), vars(module))
+    exec(compile(source.text, source.name, "exec", dont_inherit=True), vars(module))
     return module
 
 
