@@ -25,11 +25,14 @@ from moetail.conformance.report.badge import badge_json
 from moetail.conformance.report.evidence import (
     CLASS,
     FIRST_BAND,
+    LEVEL,
+    LEVELS,
     MOST_CELLS,
     MOST_ELEMENTS,
     NOT_JUDGED,
     RIGHT,
     band_name,
+    cells_of,
     codes_of,
     comparison_evidence,
     verdict_evidence,
@@ -129,6 +132,12 @@ def test_a_large_output_is_bounded_and_loses_no_place() -> None:
     assert len(codes) <= MOST_CELLS
     assert len(codes[0]) <= MOST_CELLS
     assert codes[-1][-1] == CLASS - 1
+    height, width = found["grid"]["cell"]
+    assert height * width == 3 * 8
+    cells = cells_of(found["grid"])
+    # Two of 24 are wrong, a quarter at most; of the first cells 8 of 24, more than a quarter.
+    assert cells[-1][-1] == CLASS - 1
+    assert cells[0][0] == CLASS - 1 + LEVEL
     assert {code for row in codes[1:-1] for code in row} == {RIGHT}
     assert len(found["first"]) == MOST_ELEMENTS
     assert found["wrong"] == 42
@@ -169,8 +178,8 @@ def test_bands_are_named_without_gaps() -> None:
 
 
 def test_the_png_holds_the_codes() -> None:
-    codes = [[0, 1, 2], [3, CLASS, 0]]
-    data = png(codes)
+    strong = LEVEL * (LEVELS - 1)
+    data = png([[0, 1, 2], [3 + strong, CLASS, 0]])
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     chunks, at = {}, 8
     while at < len(data):
@@ -181,9 +190,11 @@ def test_the_png_holds_the_codes() -> None:
         chunks[kind] = body
         at += 12 + size
     assert struct.unpack(">IIBBBBB", chunks[b"IHDR"]) == (3, 2, 8, 3, 0, 0, 0)
-    assert zlib.decompress(chunks[b"IDAT"]) == b"\0\0\1\2" + b"\0\3" + bytes([CLASS]) + b"\0"
-    assert chunks[b"tRNS"][0] == 0
-    assert set(chunks[b"tRNS"][1:]) == {255}
+    assert zlib.decompress(chunks[b"IDAT"]) == bytes([0, 0, 1, 2, 0, 3 + strong, CLASS, 0])
+    opacity, palette = chunks[b"tRNS"], chunks[b"PLTE"]
+    assert opacity[0] == 0
+    assert 0 < opacity[3] < opacity[3 + strong] == 255
+    assert palette[9:12] == palette[3 * (3 + strong) :][:3]
 
 
 def test_a_picture_parts_the_ranks_blocks() -> None:
@@ -481,6 +492,17 @@ def test_a_report_is_a_folder_of_files(tmp_path: Path, results: Results) -> None
     assert names == {"report.html", "report.json", "badge.json"}
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["violations"][0]["evidence"][0]["first"]
+
+
+def test_a_dump_has_a_page_and_no_badge(tmp_path: Path, distributed: Results) -> None:
+    own = distributed.trials[-2]
+    dump = replace(own, case="dumps/a b.safetensors dumps/c.safetensors", repeat="")
+    write_report(replace(distributed, plan={"profile": "dump"}, trials=[dump]), tmp_path)
+    assert not (tmp_path / "badge.json").exists()
+    (section,) = Page((tmp_path / "report.html").read_text(encoding="utf-8")).root.all("section")
+    assert dump.case in section.text
+    assert "repeat" not in [item.text for item in section.all("dt")]
+    assert len(list(section.all("figure"))) == 3
 
 
 def test_check_writes_page_and_summary(tmp_path: Path) -> None:

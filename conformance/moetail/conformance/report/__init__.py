@@ -18,13 +18,17 @@ __all__ = ["append_summary", "check_summary", "write_report"]
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Writes report.json, report.html and badge.json into a folder that is there."""
+    """Writes report.json, report.html and badge.json into a folder that is there.
+
+    No badge for a dump: a call that went well says too little.
+    """
     from moetail.conformance.report.badge import badge_json
     from moetail.conformance.report.page import report_html
 
     results.write_json(folder / "report.json")
     (folder / "report.html").write_text(report_html(results), encoding="utf-8")
-    (folder / "badge.json").write_text(badge_json(results), encoding="utf-8")
+    if results.plan.get("profile") != "dump":
+        (folder / "badge.json").write_text(badge_json(results), encoding="utf-8")
 
 
 def check_summary(path: Path) -> None:

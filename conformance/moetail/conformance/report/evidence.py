@@ -20,11 +20,14 @@ __all__ = [
     "BANDS",
     "CLASS",
     "FIRST_BAND",
+    "LEVEL",
+    "LEVELS",
     "MOST_CELLS",
     "MOST_ELEMENTS",
     "NOT_JUDGED",
     "RIGHT",
     "band_name",
+    "cells_of",
     "codes_of",
     "comparison_evidence",
     "verdict_evidence",
@@ -46,6 +49,11 @@ NOT_JUDGED = 1
 FIRST_BAND = 2
 CLASS = FIRST_BAND + len(BANDS)
 
+LEVELS = 4
+"""How much of a cell is wrong, in quarters; a cell is its code plus ``LEVEL`` times the quarter."""
+
+LEVEL = 16
+
 _CHUNK = 1 << 22
 
 _NAMES = {RIGHT: "admissible", NOT_JUDGED: "not judged", CLASS: "NaN against a number"}
@@ -63,11 +71,16 @@ def band_name(code: int) -> str:
     return "1 ulp" if most == 1 else f"{least:,} to {most:,} ulps"
 
 
-def codes_of(grid: dict[str, Any]) -> list[list[int]]:
-    """The codes of a picture's cells, row by row."""
+def cells_of(grid: dict[str, Any]) -> list[list[int]]:
+    """The cells of a picture, row by row: code + LEVEL * (quarters that are wrong - 1)."""
     rows, columns = grid["shape"]
-    codes = zlib.decompress(base64.b64decode(grid["codes"]))
-    return [list(codes[row * columns : (row + 1) * columns]) for row in range(rows)]
+    cells = zlib.decompress(base64.b64decode(grid["cells"]))
+    return [list(cells[row * columns : (row + 1) * columns]) for row in range(rows)]
+
+
+def codes_of(grid: dict[str, Any]) -> list[list[int]]:
+    """The codes alone."""
+    return [[cell % LEVEL for cell in row] for row in cells_of(grid)]
 
 
 def verdict_evidence(verdict: Verdict) -> list[dict[str, Any]]:
@@ -122,7 +135,7 @@ def _elements(got: Tensor, lo: Tensor, hi: Tensor, wrong: Tensor) -> dict[str, A
         parts = [item[part].cpu() for item in (got, lo, hi, wrong)]
         codes, bad = _codes(*parts), parts[3]
         distances += torch.bincount(codes[bad], minlength=CLASS + 1)
-        cells.append(_worst(codes, height, width))
+        cells.append(_cells(codes, height, width))
         for token, column in bad.nonzero()[: MOST_ELEMENTS - len(first)].tolist():
             place = (token, column)
             at = [item[place].reshape(1) for item in parts[:3]]
@@ -140,7 +153,7 @@ def _elements(got: Tensor, lo: Tensor, hi: Tensor, wrong: Tensor) -> dict[str, A
         "grid": {
             "shape": [rows, columns],
             "cell": [height, width],
-            "codes": base64.b64encode(packed).decode(),
+            "cells": base64.b64encode(packed).decode(),
         },
     }
 
@@ -169,12 +182,17 @@ def _codes(got: Tensor, lo: Tensor, hi: Tensor, wrong: Tensor) -> Tensor:
     return codes
 
 
-def _worst(codes: Tensor, height: int, width: int) -> Tensor:
-    """The largest code in each cell of ``height`` tokens by ``width`` hidden."""
+def _cells(codes: Tensor, height: int, width: int) -> Tensor:
+    """Of each cell of ``height`` by ``width`` elements the largest code, and the share wrong."""
     tokens, hidden = codes.shape
-    padded = torch.nn.functional.pad(codes, (0, -hidden % width, 0, -tokens % height))
+    # What pads the last cells is told apart, so that it counts for nothing.
+    padded = torch.nn.functional.pad(codes, (0, -hidden % width, 0, -tokens % height), value=-1)
     rows, columns = padded.shape[0] // height, padded.shape[1] // width
-    return padded.view(rows, height, columns, width).amax(dim=(1, 3))
+    blocks = padded.view(rows, height, columns, width)
+    wrong = (blocks >= FIRST_BAND).sum(dim=(1, 3))
+    there = (blocks >= 0).sum(dim=(1, 3))
+    quarters = (LEVELS * wrong + there - 1) // there
+    return blocks.amax(dim=(1, 3)) + LEVEL * (quarters - 1).clamp(min=0)
 
 
 def _shown(value: Tensor) -> list[str]:

@@ -179,6 +179,7 @@ def _outputs(trial: TrialResult) -> list[dict[str, Any]]:
                 "tables": [output for output in wrong if "first" in output],
                 "structures": [output for output in ranks if "structure" in output],
                 "bands": _bands(ranks),
+                "cell": _cell(ranks),
                 "pictures": _pictures(trial, name, ranks) if wrong else [],
             }
         )
@@ -195,6 +196,17 @@ def _bands(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
         {**_band(code), "count": counts[code], "share": max(1, round(100 * counts[code] / most))}
         for code in sorted(counts)
     ]
+
+
+def _cell(ranks: list[dict[str, Any]]) -> str:
+    """What a cell of the picture is, where it is more than one element."""
+    height, width = next((item["grid"]["cell"] for item in ranks if "grid" in item), (1, 1))
+    if height * width == 1:
+        return ""
+    return (
+        f"A cell is {count(height, 'token')} by {count(width, 'column')}: its colour is the worst "
+        "element's, paler where fewer are wrong."
+    )
 
 
 def _band(code: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import zlib
 from html import escape
 from typing import Any
 
-from moetail.conformance.report.evidence import CLASS, NOT_JUDGED, RIGHT, codes_of
+from moetail.conformance.report.evidence import CLASS, LEVEL, LEVELS, NOT_JUDGED, RIGHT, cells_of
 
 __all__ = ["COLOURS", "png", "svg"]
 
@@ -33,15 +33,21 @@ assert len(COLOURS) == CLASS + 1
 assert COLOURS[RIGHT] is None
 assert COLOURS[NOT_JUDGED]
 
+# A cell of which few elements are wrong is paler.
+_OPACITY = (90, 140, 200, 255)
+
+assert len(_OPACITY) == LEVELS
+
 _LEFT, _TOP, _BOTTOM = 44, 4, 30
 
 
-def png(codes: list[list[int]]) -> bytes:
+def png(cells: list[list[int]]) -> bytes:
     """An image of one pixel a cell, with a palette."""
-    height, width = len(codes), len(codes[0])
-    palette = b"".join(bytes.fromhex((colour or "#000000")[1:]) for colour in COLOURS)
-    opaque = bytes(0 if colour is None else 255 for colour in COLOURS)
-    rows = b"".join(b"\0" + bytes(row) for row in codes)
+    height, width = len(cells), len(cells[0])
+    colours = [*COLOURS, *[None] * (LEVEL - len(COLOURS))]
+    palette = b"".join(bytes.fromhex((colour or "#000000")[1:]) for colour in colours) * LEVELS
+    opaque = bytes(0 if colour is None else level for level in _OPACITY for colour in colours)
+    rows = b"".join(b"\0" + bytes(row) for row in cells)
     parts = (
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)),
         (b"PLTE", palette),
@@ -77,7 +83,7 @@ def svg(output: dict[str, Any], *, label: str, width: int, block: int = 0) -> st
         f'<rect class="right" x="{_LEFT}" y="{_TOP}" width="{width}" height="{height:g}"/>',
     ]
     if grid:
-        image = base64.b64encode(png(codes_of(grid))).decode()
+        image = base64.b64encode(png(cells_of(grid))).decode()
         parts.append(
             f'<image x="{_LEFT}" y="{_TOP}" width="{width}" height="{height:g}"'
             f' preserveAspectRatio="none" href="data:image/png;base64,{image}"/>'
