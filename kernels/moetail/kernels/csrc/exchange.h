@@ -1,0 +1,112 @@
+// From tensors to the parameters of an exchange, and how a grid of it is laid out.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "binding.h"
+#include "exchange.cuh"
+
+namespace moetail {
+
+// buffers: int64 [W] on the CPU, addresses. state: int64 [2] on the device. report: int64 [5],
+// pinned. rows: of H elements a slot.
+inline Exchange exchange_of(TensorView buffers, int64_t rank, int64_t rows, int64_t hidden_size,
+                            TensorView state, TensorView report, double deadline_s,
+                            uint32_t signature, int64_t share) {
+  Exchange x = {};
+  x.ranks = static_cast<int>(buffers.size(0));
+  TVM_FFI_ICHECK(x.ranks <= kMaxRanks);
+  for (int r = 0; r < x.ranks; ++r) {
+    x.buffer[r] = reinterpret_cast<char*>(static_cast<const int64_t*>(buffers.data_ptr())[r]);
+  }
+  x.rank = static_cast<int>(rank);
+  x.slot_bytes = rows * hidden_size * static_cast<int64_t>(sizeof(bf16));
+  x.state = static_cast<ExchangeState*>(state.data_ptr());
+  x.report = static_cast<Report*>(report.data_ptr());
+  x.deadline_ns = static_cast<int64_t>(deadline_s * 1e9);
+  x.signature = signature;
+  x.alone = share == 1;
+  return x;
+}
+
+enum CallKind : uint32_t { kOneshot, kTwoshot, kAllReduce };
+
+// What all ranks of a call must agree on: the operation, whether there is a second output, T.
+inline uint32_t signature_of(CallKind kind, bool normalized, int64_t tokens) {
+  return (static_cast<uint32_t>(kind) << 30) | (static_cast<uint32_t>(normalized) << 29) |
+         (static_cast<uint32_t>(tokens) & 0x1fffffffu);
+}
+
+inline Boundary boundary_of(const Optional<TensorView>& residual,
+                            const Optional<TensorView>& post_weight,
+                            const Optional<double>& post_eps, double x_scale, double r_scale,
+                            const Optional<TensorView>& next_weight, double next_eps,
+                            TensorView hidden, const Optional<TensorView>& normalized) {
+  Boundary b = {};
+  b.residual = data_or_null<const bf16>(residual);
+  b.post_weight = data_or_null<const bf16>(post_weight);
+  b.next_weight = data_or_null<const bf16>(next_weight);
+  b.hidden = static_cast<bf16*>(hidden.data_ptr());
+  b.normalized = data_or_null<bf16>(normalized);
+  b.post_norm = post_eps.has_value();
+  b.post_eps = b.post_norm ? static_cast<float>(*post_eps) : 0.0f;
+  b.next_eps = static_cast<float>(next_eps);
+  b.x_scale = static_cast<float>(x_scale);
+  b.r_scale = static_cast<float>(r_scale);
+  b.reciprocal_of_size = 1.0f / static_cast<float>(hidden.size(1));
+  return b;
+}
+
+template <typename Kernel>
+int blocks_an_sm(Kernel kernel, int threads) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& blocks = known[{reinterpret_cast<const void*>(kernel), threads}];
+  if (blocks == 0) {
+    TVM_FFI_CHECK_CUDA_ERROR(
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads, 0));
+  }
+  return blocks;
+}
+
+// A grid is never larger than what is resident at once, so that no block that waits keeps out one
+// that is waited for. `share` ranks are on one GPU: each takes its part of it.
+struct Layout {
+  int cluster;   // blocks a token
+  int warps;     // a block
+  int64_t blocks;
+  bool watch;    // block 0 (or cluster 0) has no token: it meets the peers
+};
+
+// Few tokens: eight blocks read a token's rows eight times as fast, two twice, as in tail.cu.
+inline int cluster_of(int64_t tokens, int chunks, int share, const Device& device) {
+  if (device.capability < 90 || chunks == 1) return 1;
+  if ((tokens + 1) * 8 * share <= 2 * device.processors) return 8;
+  if ((tokens + 1) * 2 * share <= device.processors) return 2;
+  return 1;
+}
+
+template <typename Kernel>
+Layout layout_of(Kernel kernel, int64_t tokens, int chunks, int cluster, int share,
+                 const Device& device) {
+  Layout layout = {};
+  layout.warps = (chunks + cluster - 1) / cluster;
+  layout.cluster = cluster > 1 ? (chunks + layout.warps - 1) / layout.warps : 1;
+  if (cluster > 1) {
+    layout.watch = true;
+    layout.blocks = (tokens + 1) * layout.cluster;
+    return layout;
+  }
+  const int64_t resident =
+      std::max<int64_t>(1, int64_t{blocks_an_sm(kernel, layout.warps * kWarp)} *
+                               device.processors / share);
+  layout.watch = tokens < resident;
+  layout.blocks = std::min(resident, tokens + 1);
+  return layout;
+}
+
+}  // namespace moetail
