@@ -53,7 +53,10 @@ def write_dump(path: Path, content: Mapping[str, Any], tensors: Mapping[str, Ten
     """Write a dump under its name once it is complete; a file of that name is replaced."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        part.touch()
+        mode = part.stat().st_mode  # what the umask gives; safetensors lets only the owner read
         save_file(dict(tensors), part, {_KEY: json.dumps(content)})
+        part.chmod(mode)
         with part.open("rb+") as written:
             os.fsync(written.fileno())
         part.replace(path)
