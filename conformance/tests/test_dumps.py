@@ -681,6 +681,7 @@ def test_the_command_has_the_exit_codes_and_reports_of_check(
     report = json.loads((tmp_path / "report" / "report.json").read_text(encoding="utf-8"))
     assert report["violations"][0]["rule"] == "ROUND-2"
     assert report["provided"] == ["finalize_moe_output"]
+    assert report["plan"]["profile"] == "dump"
     assert "torch" in report["plan"]["captured"]
     assert (tmp_path / "report" / "report.html").stat().st_size > 1000
     assert _judge(good, tmp_path / "nowhere") == 2

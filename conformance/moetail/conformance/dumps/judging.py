@@ -60,6 +60,7 @@ def judge_dumps(dumps: Sequence[Dump]) -> Results:
         implementation=", ".join(dict.fromkeys(_implementation(dump) for dump in dumps)),
         provided=operations,
         plan={
+            "profile": "dump",
             "ranks": sorted({len(group) for group in groups}),
             "device": "cpu",
             "dumps": ", ".join(str(dump.path) for dump in dumps),
