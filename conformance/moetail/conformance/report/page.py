@@ -24,8 +24,9 @@ from moetail.spec.rules import GATHER, OPERATIONS, RULES, Kind, operation, rule
 
 __all__ = ["report_html"]
 
-# Pixels of a line of pictures, and of one picture at least and at most.
-_LINE, _NARROW, _WIDE = 880, 150, 560
+# Pixels of a line of pictures, of the gap and the axis of each, and of one picture at most.
+_LINE, _GAP, _AXIS, _WIDE = 840, 20, 48, 560
+_MOST_ABREAST = 4
 _MOST_OTHERS = 12
 
 
@@ -215,7 +216,8 @@ def _band(code: int) -> dict[str, Any]:
 
 def _pictures(trial: TrialResult, name: str, ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     case = _parsed(trial)
-    width = max(_NARROW, min(_WIDE, _LINE // len(ranks) - 64))
+    abreast = min(len(ranks), _MOST_ABREAST)
+    width = min(_WIDE, (_LINE - _GAP * (abreast - 1)) // abreast - _AXIS)
     pictures = []
     for output in ranks:
         if "structure" in output or len(output["shape"]) != 2 or not math.prod(output["shape"]):
