@@ -205,6 +205,8 @@ def beam_finalize_allreduce_norm_residual_norm(
     num_tokens = residual.shape[0]
     if num_tokens == 0:
         return hidden, normalized
+    if buffers.width != residual.shape[1]:
+        return beam_norm_residual_norm(_summed(finalize_moe_output(x), ours), residual, *tail)
     rows, weights, index = _routed(x)
     shared, factor = x.shared_output, float(x.routed_scaling_factor)
     if weights is not None and weights.shape[1] > checks.MAX_TOP_K:
@@ -227,6 +229,27 @@ def beam_finalize_allreduce_norm_residual_norm(
             (post, eps, cut(residual), x_scale, r_scale, following, following_eps),
         )
     return hidden, normalized
+
+
+def _summed(finalized: Tensor, workspace: BeamAllReduceWorkspace) -> Tensor:
+    """The sum over ranks, for a width that the kernel has not: laid out in rows of one it has."""
+    buffers = workspace.buffers
+    assert buffers is not None
+    elements = finalized.numel()
+    rows = finalized.new_zeros((-(-elements // buffers.width), buffers.width))
+    rows.view(-1)[:elements] = finalized.view(-1)
+    total = torch.empty_like(rows)
+    step = buffers.slot_rows // workspace.world_size
+    for start in range(0, rows.shape[0], step):
+        part = slice(start, start + step)
+        workspace.launch(
+            "allreduce",
+            total[part],
+            None,
+            (rows[part], None, None, None, 1.0),
+            (None, None, None, 1.0, 1.0, None, 0.0),
+        )
+    return total.view(-1)[:elements].view(finalized.shape)
 
 
 def _routed(x: MoEOutput) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

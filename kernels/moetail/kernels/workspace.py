@@ -30,6 +30,7 @@ MAX_RANKS = 8
 # As in exchange.cuh: what an empty word holds, and the bytes behind the slots for the headers.
 _EMPTY = 0x80008000 - 2**32
 _HEADER_BYTES = 2 * MAX_RANKS * 8
+_OTHER_WIDTH = 2048
 _CALLS = ("oneshot gather", "twoshot gather", "all-reduce", "?")
 
 _log = logging.getLogger(__name__)
@@ -66,7 +67,8 @@ class Buffers:
         device: the GPU of this rank.
         own: the symmetric buffer of this rank.
         addresses: int64 ``[W]`` on the CPU, where this rank finds each rank's buffer.
-        slot_rows: rows of H elements in a slot.
+        width: elements of a row of a slot; H, if the kernels take rows of H.
+        slot_rows: rows of a slot.
         share: how many ranks are on this GPU.
         handle: keeps the peers' mappings.
         state: the call counter, on the device.
@@ -76,6 +78,7 @@ class Buffers:
     device: torch.device
     own: Tensor
     addresses: Tensor
+    width: int
     slot_rows: int
     share: int
     handle: Any = None
@@ -92,23 +95,20 @@ class Buffers:
         self.own[-_HEADER_BYTES // 4 :].zero_()
 
 
-def _slot_rows(max_tokens: int, world_size: int) -> int:
-    return max(2 * max_tokens, world_size)
+def _shape(hidden_size: int, max_tokens: int, world_size: int) -> tuple[int, int]:
+    """Width and number of a slot's rows."""
+    width = hidden_size
+    if not MIN_HIDDEN <= width <= MAX_HIDDEN or width % HIDDEN_MULTIPLE:
+        width = _OTHER_WIDTH
+    return width, max(2 * -(-max_tokens * hidden_size // width), world_size)
 
 
-def _words(slot_rows: int, hidden_size: int) -> int:
-    return (2 * slot_rows * hidden_size * 2 + _HEADER_BYTES) // 4
+def _words(width: int, slot_rows: int) -> int:
+    return (2 * slot_rows * width * 2 + _HEADER_BYTES) // 4
 
 
-def _unsupported_size(world_size: int, hidden_size: int) -> str | None:
-    if world_size > MAX_RANKS:
-        return f"{world_size} ranks; supported: up to {MAX_RANKS}"
-    if not MIN_HIDDEN <= hidden_size <= MAX_HIDDEN or hidden_size % HIDDEN_MULTIPLE:
-        return (
-            f"hidden size {hidden_size}; supported: multiples of {HIDDEN_MULTIPLE} from "
-            f"{MIN_HIDDEN} to {MAX_HIDDEN}"
-        )
-    return None
+def _too_many(world_size: int) -> str | None:
+    return f"{world_size} ranks; supported: up to {MAX_RANKS}" if world_size > MAX_RANKS else None
 
 
 def _library(device: torch.device) -> Any:
@@ -184,7 +184,7 @@ class BeamAllReduceWorkspace:
         workspace = cls(world_size, rank, hidden_size, max_tokens, group)
         if "nccl" not in str(dist.get_backend_config(group)):
             return workspace  # a CPU group
-        reason = _unsupported_size(world_size, hidden_size) or _unsupported_group(group)
+        reason = _too_many(world_size) or _unsupported_group(group)
         if reason is not None:
             return cls._refused(reason)
         made = _symmetric_buffers(group, hidden_size, max_tokens)
@@ -220,22 +220,21 @@ class BeamAllReduceWorkspace:
         "unfused" gathers through the exchange, as there is no process group.
         """
         check_workspace_request(hidden_size, max_tokens)
-        reason = _unsupported_size(world_size, hidden_size)
-        if reason is not None:
-            raise ContractError("DOMAIN-1", "world_size, hidden_size", reason, "see create")
+        if not 1 <= world_size <= MAX_RANKS:
+            raise ContractError("DOMAIN-1", "world_size", str(world_size), f"1 to {MAX_RANKS}")
         home = torch.device("cuda", torch.cuda.current_device())
         if device is not None:
             home = torch.empty(0, device=device).device
-        rows = _slot_rows(max_tokens, world_size)
+        width, rows = _shape(hidden_size, max_tokens, world_size)
         own = [
-            torch.empty(_words(rows, hidden_size), dtype=torch.int32, device=home)
+            torch.empty(_words(width, rows), dtype=torch.int32, device=home)
             for _ in range(world_size)
         ]
         addresses = torch.tensor([tensor.data_ptr() for tensor in own], dtype=torch.int64)
         _library(home)
         workspaces = []
         for rank in range(world_size):
-            buffers = Buffers(home, own[rank], addresses, rows, world_size, own)
+            buffers = Buffers(home, own[rank], addresses, width, rows, world_size, own)
             buffers.clear()
             workspace = cls(world_size, rank, hidden_size, max_tokens, None, buffers=buffers)
             workspace.all_gather = workspace.gather_rows
@@ -362,8 +361,8 @@ def _symmetric_buffers(
                 raise build.BuildError(text) from failure
         return next((text for text, _ in found if text is not None), None)
 
-    slot_rows = _slot_rows(max_tokens, world_size)
-    words = _words(slot_rows, hidden_size)
+    width, slot_rows = _shape(hidden_size, max_tokens, world_size)
+    words = _words(width, slot_rows)
     own: list[Tensor] = []
     made: list[Buffers] = []
 
@@ -385,7 +384,7 @@ def _symmetric_buffers(
             offset = own[0].data_ptr() - handle.buffer_ptrs[rank]
             pointers = [pointer + offset for pointer in handle.buffer_ptrs]
         addresses = torch.tensor(pointers, dtype=torch.int64)
-        made.append(Buffers(device, own[0], addresses, slot_rows, 1, handle))
+        made.append(Buffers(device, own[0], addresses, width, slot_rows, 1, handle))
         made[0].clear()
 
     # Rank 0 builds for all: the others find the library in the cache.
