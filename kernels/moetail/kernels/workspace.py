@@ -5,7 +5,8 @@ slots of ``max(2 * max_tokens, world_size)`` rows, which is what "twoshot" needs
 H = 7168 and 8192 tokens.
 
 One workspace serves one stream of calls: the ranks make the same calls in the same order, and a
-call follows the one before it on the stream (or by an event).
+call follows the one before it on the stream (or by an event). Calls of two workspaces must not run
+at the same time on a GPU: as with NCCL, two kernels that wait for peers may keep each other out.
 """
 
 from __future__ import annotations
