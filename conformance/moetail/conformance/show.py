@@ -95,7 +95,8 @@ def verdict_line(results: Results) -> str:
         f"{count(len(results.trials), 'case')}, {results.judged:,} elements judged, "
         f"{results.not_judged:,} elements not judged"
     )
-    missing = [item.short for item in OPERATIONS if item.name not in results.provided]
+    asked = [item for item in OPERATIONS if results.asked(item.name)]
+    missing = [item.short for item in asked if item.name not in results.provided]
     tail = f"; not provided: {', '.join(missing)}" if missing else ""
     if results.verdict == NOT_JUDGED:
         return f"NOTHING WAS JUDGED: {results.implementation} ({done}{tail})"

@@ -172,6 +172,7 @@ def _aimed(plan: Plan, name: str, source: str, ranks: int, turn: int, number: in
     for attempt in range(100):
         rng = plan.random("aimed", name, source, ranks, number, attempt)
         tokens, top_k, hidden = shape(plan, name, rng, ranks)
+        hidden = max(hidden, 64)  # shares of so few elements say nothing
         cases = aimed_cases(
             name,
             source=source,
@@ -181,6 +182,10 @@ def _aimed(plan: Plan, name: str, source: str, ranks: int, turn: int, number: in
             top_k=top_k,
             hidden=hidden,
         )
+        if name == FUSED:
+            # Both strategies, in turn: the operation's other path is easily forgotten.
+            unfused = [case.replace(strategy="unfused") for case in cases[1::2]]
+            cases = [*cases[::2], *unfused]
         if name in (MOE_OUTPUT, ALLREDUCE):
             cases = [_in_some_layout(case, rng) for case in cases]
         if cases:

@@ -106,13 +106,12 @@ def _evidence(violation: Violation) -> list[dict[str, Any]]:
 
 
 def _diagnosed(violation: Violation) -> tuple[str, str]:
-    """What explains it, and the rule to name: where whole tails are judged, the diagnosis knows."""
-    from moetail.conformance.diagnosis import diagnose
+    """What explains it, and the rule to name."""
+    from moetail.conformance.diagnosis import diagnose, rule_named
 
     run = violation.runs[0]
     assert violation.verdict is not None
     diagnosis = diagnose(
         run.step.case.operation, run.calls, violation.verdict, prefer=violation.rule
     )
-    named = diagnosis.rules[0] if diagnosis.rules and violation.rule == TAIL else violation.rule
-    return diagnosis.describe(), named
+    return diagnosis.describe(), rule_named(violation.rule, diagnosis)

@@ -41,7 +41,9 @@ _LAYOUTS: dict[str, tuple[dict[str, Any], ...]] = {
 
 
 def _legal(plan: Plan, name: str) -> Iterator[Trial]:
-    for number, fixed in enumerate(_LAYOUTS[name]):
+    for number, layout in enumerate(_LAYOUTS[name]):
+        # More than one token and route, so that a flat map differs from a matrix.
+        fixed = {"tokens": 4, "top_k": 3, **layout}
         yield from trials(draw(plan, name, ("legal", number), plan.pick(1, 4), fixed=fixed))
 
 

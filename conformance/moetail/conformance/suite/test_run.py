@@ -30,7 +30,9 @@ def _repeated(plan: Plan, name: str) -> Iterator[Trial]:
     yield from general("normal", quick=1, full=3)(plan, name)
     # Sums that cancel show in which order they were taken.
     top_k = 1 if name == BOUNDARY else 8
-    fixed = {"tokens": 6, "top_k": top_k, "hidden": 512}
+    fixed: dict[str, Any] = {"tokens": 6, "top_k": top_k, "hidden": 512}
+    if name in (BOUNDARY, FUSED, GATHER, ALLREDUCE):
+        fixed["next"] = "affine"
     yield from trials(draw(plan, name, "repeat", plan.pick(1, 3), "cancel", fixed=fixed))
 
 
