@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -154,7 +155,9 @@ def check(
     from moetail.conformance.report import append_summary, check_summary, write_report
     from moetail.conformance.show import matrix_table, verdict_line, violation_text
 
-    console = Console(highlight=False)
+    console = _console()
+    # Whatever hypothesis keeps is of no use in the folder that the command runs in.
+    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", tempfile.gettempdir() + "/moetail")
     # The cases are small: threads would cost more than they bring, and take the ranks' cores.
     torch.set_num_threads(1)
     device = _device(impl, device, require_gpu)
@@ -187,7 +190,7 @@ def check(
         results.stopped = f"{len(progress.failures)} tests of the suite could not run"
     results.plan.update(versions(implementation.target))
     if results.trials:
-        console.print(matrix_table(results))
+        console.print(matrix_table(results, console.width))
     for violation in results.violations:
         console.print(violation_text(violation), markup=False, soft_wrap=True)
         console.print()
@@ -206,6 +209,14 @@ def check(
         console.print(to_fill, markup=False)
     console.print(verdict_line(results), markup=False, soft_wrap=True)
     raise typer.Exit(results.exit_code)
+
+
+def _console() -> Console:
+    """Wide enough for the matrix where nobody's window says otherwise."""
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        return Console(highlight=False, width=120)
+    return console
 
 
 def _folder(report: Path | None) -> Path | None:
@@ -363,7 +374,7 @@ def mutants(
         if not compare:
             raise UsageError("--into: given without --compare, whose table it is for")
         marked.find(into)
-    console = Console(highlight=False)
+    console = _console()
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -432,13 +443,13 @@ def judge(
     from moetail.conformance.show import matrix_table, verdict_line, violation_text
     from moetail.spec.rules import OPERATIONS
 
-    console = Console(highlight=False)
+    console = _console()
     folder = _folder(report)
     with console.status("reading"):
         dumps = [load_dump(path) for path in files]
     with console.status("judging"):
         results = judge_dumps(dumps)
-    console.print(matrix_table(results))
+    console.print(matrix_table(results, console.width))
     for violation in results.violations:
         console.print(violation_text(violation), markup=False, soft_wrap=True)
         console.print()

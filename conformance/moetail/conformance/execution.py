@@ -324,16 +324,16 @@ def _call(
         other = step.case.replace(seed=step.case.seed + 1)
         pairs = _exchange(arguments, other.arguments(rank, device))
     value, refusal, trace = None, "", ""
-    try:
-        with filled:
+    with filled:  # outside of the try, so that a fault of the switch is none of the operation's
+        try:
             if step.mode == EAGER:
                 value = function(**arguments, **extra)
             else:
                 value = _RUN[step.mode](function, arguments, pairs, extra)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except Exception as error:  # any exception is a refusal, whatever the check makes of it
-        refusal, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except Exception as error:  # any exception is a refusal, whatever the check makes of it
+            refusal, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
     changed = tuple(
         name
         for name, copy in before.items()

@@ -32,6 +32,7 @@ __all__ = [
     "violation_text",
 ]
 
+_WIDE = 110
 _MARKS = {CONFORMS: "ok", VIOLATES: "VIOLATES", NOT_JUDGED: "not judged", NOT_PROVIDED: "-"}
 _STYLES = {CONFORMS: "green", VIOLATES: "bold red", NOT_JUDGED: "yellow", NOT_PROVIDED: "dim"}
 
@@ -43,17 +44,26 @@ def statement(rule_id: str) -> str:
     return TAIL_STATEMENT if rule_id == TAIL else rule(rule_id).statement
 
 
-def matrix_table(results: Results) -> Any:
-    """Rules by operations, as a rich table."""
+def matrix_table(results: Results, width: int) -> Any:
+    """Rules by operations, for so many columns of text."""
+    from rich.console import Group
     from rich.table import Table
 
     columns = [item for item in OPERATIONS if results.asked(item.name)]
     matrix = results.matrix()
     columns = [item for item in columns if any(item.name in row for row in matrix.values())]
-    table = Table(title=f"{results.implementation}: rules by operations", title_justify="left")
+    if width < _WIDE:
+        # What is not provided is said below too, where it squeezes no other column.
+        columns = [item for item in columns if item.name in results.provided] or columns
+        matrix = {
+            rule_id: row
+            for rule_id, row in matrix.items()
+            if any(item.name in row for item in columns)
+        }
+    table = Table()
     table.add_column("rule", no_wrap=True)
     for item in columns:
-        table.add_column(item.short, justify="center", overflow="fold")
+        table.add_column(item.short, justify="center")
     for rule_id, row in matrix.items():
         cells = []
         for item in columns:
@@ -63,12 +73,11 @@ def matrix_table(results: Results) -> Any:
                 continue
             cells.append(f"[{_STYLES[cell.status]}]{_MARKS[cell.status]}[/]")
         table.add_row(rule_id, *cells)
-    table.caption = (
+    legend = (
         "ok: conforms.  -: not provided.  not judged: nothing decided here.  "
         "empty: the rule does not apply."
     )
-    table.caption_justify = "left"
-    return table
+    return Group(f"{results.implementation}: rules by operations", table, legend)
 
 
 def violation_text(result: TrialResult) -> str:
@@ -117,7 +126,7 @@ def summary_text(results: Results, width: int = 100) -> str:
 
     out = io.StringIO()
     console = Console(file=out, width=max(width, 80), highlight=False, no_color=True)
-    console.print(matrix_table(results))
+    console.print(matrix_table(results, console.width))
     for violation in results.violations:
         console.print(violation_text(violation), markup=False)
         console.print()

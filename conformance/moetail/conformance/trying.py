@@ -21,7 +21,7 @@ __all__ = ["attempt"]
 
 # A diagnosis evaluates the whole catalogue, so not every one of many violations gets one: those do
 # that may be the smallest of their rule and, where the diagnosis names the rule, the first few.
-_MOST_TAILS = 5
+_MOST_TAILS = 12
 
 
 def attempt(
