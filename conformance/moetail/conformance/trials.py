@@ -35,6 +35,15 @@ _FULL = (
     (6, 16, 3072),
     (130, 2, 256),
 )
+# A GPU takes other paths for many tokens, and shows there what it does with the ends of a row.
+_MANY = (
+    (640, 2, 256),
+    (1030, 8, 512),
+    (700, 4, 768),
+    (2100, 3, 1024),
+    (300, 8, 7168),
+    (5000, 1, 256),
+)
 # Operations without a bound on H also get widths that no vector load divides.
 _ODD_WIDTHS = (100, 1, 513)
 _ODD_WIDTHS_FULL = (*_ODD_WIDTHS, 2880, 4097)
@@ -45,7 +54,10 @@ _EPS = (1e-6, 1e-5, 1e-3)
 
 def shape(plan: Plan, name: str, rng: random.Random, ranks: int) -> tuple[int, int, int]:
     """T, K, H of a case."""
-    tokens, top_k, hidden = rng.choice(_FULL if plan.profile != "quick" else _QUICK)
+    choice = _QUICK if plan.profile == "quick" else _FULL
+    if plan.device == "cuda":
+        choice = (*choice, *(_MANY if plan.profile != "quick" else _MANY[:2]))
+    tokens, top_k, hidden = rng.choice(choice)
     if ranks > 1:
         tokens = rng.choice((1, ranks - 1, ranks, ranks + 1, 2 * ranks + 1, tokens))
     if name == BOUNDARY:
