@@ -304,6 +304,25 @@ def _post_refusals() -> list[Refusal]:
     ]
 
 
+def _workspace_refusals() -> list[Refusal]:
+    return [
+        Refusal(
+            "other-hidden-size",
+            "DOMAIN-1",
+            "H other than the workspace's",
+            _resized(lambda hidden: hidden + 256),
+            _has_tokens,
+        ),
+        Refusal(
+            "past-max-tokens",
+            "DOMAIN-1",
+            "T > workspace.max_tokens",
+            lambda case, rank, arguments: arguments,  # the step's workspace is smaller
+            _has_tokens,
+        ),
+    ]
+
+
 _MAP = "x.expanded_idx_to_permuted_idx"
 
 REFUSALS: dict[str, tuple[Refusal, ...]] = {
@@ -365,20 +384,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         *_residual_refusals(),
         *_post_refusals(),
         Refusal("strategy-unknown", "DOMAIN-1", "strategy 'fused'", _put("strategy", "fused")),
-        Refusal(
-            "other-hidden-size",
-            "DOMAIN-1",
-            "H other than the workspace's",
-            _resized(lambda hidden: hidden + 256),
-            _has_tokens,
-        ),
-        Refusal(
-            "past-max-tokens",
-            "DOMAIN-1",
-            "T > workspace.max_tokens",
-            lambda case, rank, arguments: arguments,  # the step's workspace is smaller
-            _has_tokens,
-        ),
+        *_workspace_refusals(),
     ),
     MOE_OUTPUT: (
         *_rows_refusals("x.routed.gemm2_permuted"),
@@ -410,20 +416,7 @@ REFUSALS: dict[str, tuple[Refusal, ...]] = {
         *_weights_refusals("x.routed.expert_weights", torch.float64),
         *_residual_refusals(),
         *_post_refusals(),
-        Refusal(
-            "other-hidden-size",
-            "DOMAIN-1",
-            "H other than the workspace's",
-            _resized(lambda hidden: hidden + 256),
-            _has_tokens,
-        ),
-        Refusal(
-            "past-max-tokens",
-            "DOMAIN-1",
-            "T > workspace.max_tokens",
-            lambda case, rank, arguments: arguments,  # the step's workspace is smaller
-            _has_tokens,
-        ),
+        *_workspace_refusals(),
     ),
 }
 
