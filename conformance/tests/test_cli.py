@@ -210,6 +210,16 @@ def test_other_projects_are_left_alone(tmp_path: Path, kernel: Path) -> None:
     assert "test_theirs.py" not in done.stdout.split("short test summary")[-1]
 
 
+def test_pytest_selects_by_marker_and_runs_in_parallel(tmp_path: Path, kernel: Path) -> None:
+    words = ("-m", "pytest", "-q", "--pyargs", "moetail.conformance.suite", "--impl", "kernel.py")
+    chosen = ("-m", "rule(id='ROUND-2') and operation(name='beam_moe_finalize')", "-n", "2")
+    done = run(tmp_path, *words, *chosen, "-p", "no:cacheprovider")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "ROUND-2 violated by beam_moe_finalize" in done.stdout
+    assert "VIOLATES ROUND-2: " in done.stdout
+    assert "warning" not in done.stdout.lower()
+
+
 def test_pytest_alone_ends_with_3_where_nothing_was_judged(tmp_path: Path) -> None:
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
     words = ("-m", "pytest", "-q", "--pyargs", "moetail.conformance.suite", "--impl", "empty.py")

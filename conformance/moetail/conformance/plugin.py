@@ -63,7 +63,8 @@ def pytest_load_initial_conftests(
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "rule(id): the rule of the contract that a test decides")
+    config.addinivalue_line("markers", "rule(id=): the rule of the contract that a test decides")
+    config.addinivalue_line("markers", "operation(name=): the operation that is on trial")
     if not config.stash.get(_ASKED, False):
         return
     from moetail.conformance.implementation import UsageError
@@ -148,12 +149,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         case=metafunc.config.getoption("--case"),
     )
     metafunc.parametrize("trial", trials, ids=[trial.id for trial in trials])
-    metafunc.definition.add_marker(pytest.mark.rule(check.rule))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if results_of(config) is None:
         return
+    for item in items:  # before pytest selects by -m
+        check, trial = _check(item), _trial(item)
+        if check is not None and trial is not None:
+            item.add_marker(pytest.mark.rule(id=check.rule))
+            item.add_marker(pytest.mark.operation(name=trial.operation))
     # A test without trials is one whose rule or operation was not asked for, or is not provided.
     empty = [item for item in items if _check(item) is not None and _trial(item) is None]
     if empty:
