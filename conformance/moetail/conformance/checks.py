@@ -21,6 +21,7 @@ from moetail.conformance.execution import (
     Outcome,
     Raised,
     Step,
+    bits,
     execute,
     flatten,
     outputs,
@@ -81,6 +82,16 @@ class Plan:
         """A generator of its own for every use, the same in every process."""
         text = "/".join(map(str, (self.seed, self.profile, *names)))
         return random.Random(hashlib.sha256(text.encode()).digest())
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """What a report says of the plan."""
+        return {
+            "profile": self.profile,
+            "seed": self.seed,
+            "ranks": list(self.ranks),
+            "device": self.device,
+        }
 
     def group_sizes(self, name: str) -> tuple[int, ...]:
         """The numbers of ranks an operation runs with."""
@@ -397,7 +408,7 @@ class Tail:
                     f"{list(other.shape)} {other.dtype}",
                     runs=runs,
                 )
-            differs = tensor.view(_bits(tensor)) != other.to(tensor.device).view(_bits(other))
+            differs = bits(tensor) != bits(other.to(tensor.device))
             index = tuple(int(i) for i in differs.nonzero()[0])
             place = f"{name}{list(index)}"
             raise self.violation(
@@ -420,12 +431,6 @@ def _outcomes(returned: ranks.Outcome, steps: int) -> list[Outcome]:
         )
     missing = Outcome(refusal=f"not reached, since an earlier call raised {raised}")
     return [*raised.outcomes, *[missing] * (steps - len(raised.outcomes))]
-
-
-def _bits(tensor: Any) -> Any:
-    import torch
-
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
 
 
 class _Decide(Protocol):

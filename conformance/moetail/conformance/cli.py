@@ -31,20 +31,24 @@ app = typer.Typer(
 _USAGE = 2
 
 
+def _bar(console: Console) -> Progress:
+    """A progress bar, silent where nobody watches."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+
 class _Progress:
     """Shows the run as a bar, in pytest's place."""
 
     def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
+        self._bar = _bar(console)
         self.results: Results | None = None
         self.failures: list[str] = []
 
@@ -375,15 +379,7 @@ def mutants(
             raise UsageError("--into: given without --compare, whose table it is for")
         marked.find(into)
     console = _console()
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
+    bar = _bar(console)
     task = bar.add_task("mutants and variants", total=None)
 
     def advance(row: Row, done: int, total: int) -> None:
@@ -396,7 +392,7 @@ def mutants(
     if folder is not None:
         content = {
             "environment": environment("cpu"),
-            "plan": {"profile": profile, "seed": seed, "ranks": list(plan.ranks)},
+            "plan": plan.shown,
             "seconds": round(table.seconds, 1),
             "rows": [asdict(row) for row in table.rows],
         }

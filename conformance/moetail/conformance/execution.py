@@ -21,6 +21,7 @@ from moetail.conformance import variations
 from moetail.conformance.implementation import load
 from moetail.conformance.producers import Case
 from moetail.reference import BeamAllReduceWorkspace
+from moetail.reference.operations import all_gather
 from moetail.spec import operation
 from moetail.spec.rules import FINALIZE
 
@@ -31,6 +32,7 @@ __all__ = [
     "Outcome",
     "Raised",
     "Step",
+    "bits",
     "execute",
     "flatten",
     "outputs",
@@ -136,14 +138,16 @@ def outputs(value: Any) -> dict[str, Tensor]:
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def bits(tensor: Tensor) -> Tensor:
+    """A tensor's elements as integers of their size."""
+    return tensor.contiguous().view(_INTEGER[tensor.element_size()])
+
+
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equal shape, dtype and bits: NaN equals itself and -0.0 differs from 0.0."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
-    integer = _INTEGER[left.element_size()]
-    return torch.equal(
-        left.contiguous().view(integer), right.to(left.device).contiguous().view(integer)
-    )
+    return torch.equal(bits(left), bits(right.to(left.device)))
 
 
 def _switch() -> Any:
@@ -234,9 +238,7 @@ class _CountingGather:
 
     def __call__(self, output: Tensor, source: Tensor, group: Any = None) -> None:
         self.calls += 1
-        # torch 2.13 renamed it, and warns.
-        collective = getattr(torch.distributed, "all_gather_single", None)
-        (collective or torch.distributed.all_gather_into_tensor)(output, source, group=group)
+        all_gather()(output, source, group=group)
 
 
 class _Workspaces:

@@ -94,12 +94,7 @@ def _configure(config: pytest.Config) -> None:
     config.stash[_RESULTS] = Results(
         implementation=implementation.spec,
         provided=implementation.provided,
-        plan={
-            "profile": plan.profile,
-            "seed": plan.seed,
-            "ranks": list(plan.ranks),
-            "device": plan.device,
-        },
+        plan=plan.shown,
         operations=operations_named(option("--op")),
         rules=rules_named(option("--rule")),
     )

@@ -37,12 +37,7 @@ def run_suite(
     results = Results(
         implementation=tail.implementation.spec,
         provided=tail.implementation.provided,
-        plan={
-            "profile": plan.profile,
-            "seed": plan.seed,
-            "ranks": list(plan.ranks),
-            "device": plan.device,
-        },
+        plan=plan.shown,
         operations=tuple(operations),
         rules=tuple(rules),
     )

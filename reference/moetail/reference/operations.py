@@ -23,7 +23,7 @@ from moetail.spec import (
     tokens_per_rank,
 )
 
-__all__ = ["Reference"]
+__all__ = ["Reference", "all_gather"]
 
 
 def _refuse(rule: str, argument: str, found: str, allowed: str) -> ContractError:
@@ -35,7 +35,7 @@ def _is_integer(tensor: Tensor) -> bool:
     return not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
 
 
-def _all_gather() -> Callable[..., Any]:
+def all_gather() -> Callable[..., Any]:
     """torch.distributed's all_gather_into_tensor, which torch 2.13 renamed and warns about."""
     renamed: Callable[..., Any] | None = getattr(dist, "all_gather_single", None)
     return renamed or dist.all_gather_into_tensor
@@ -382,7 +382,7 @@ class Reference(Stages):
     ) -> Tensor:
         """Every rank's ``[L, H]`` as the T tokens' ``[T, H]``."""
         gathered = rows.new_empty((workspace.world_size * rows.shape[0], rows.shape[1]))
-        collective = _all_gather()
+        collective = all_gather()
         if through_hook and workspace.all_gather is not None:
             collective = workspace.all_gather
         collective(gathered, rows, group=workspace.device_group)
