@@ -25,7 +25,8 @@ struct AllReduceParams {
 template <int kRoutes, bool kCluster, bool kSingle, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     allreduce_kernel(const __grid_constant__ AllReduceParams p) {
-  __shared__ TokenSum sums[2];
+  constexpr Team kTeam = kCluster ? Team::kCluster : Team::kBlock;
+  __shared__ TokenSum places[2];
   const Exchange& x = p.exchange;
   const Boundary& b = p.boundary;
   const Place place = place_of<kCluster>(p.chunks, p.blocks_per_token);
@@ -36,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     return ((token * x.ranks + source) * hidden_size + place.column) *
            static_cast<int64_t>(sizeof(bf16));
   };
-  if constexpr (kCluster) cluster_sums_init(sums, 2, place.warps);
+  if constexpr (kCluster) cluster_sums_init(places, 2, place.warps);
   wait_for_previous_grid();
   const Call call = begin_call(x);
   if (blockIdx.x == 0) announce(x, call);
@@ -89,8 +90,9 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       const uint4 total =
           make_uint4(round_pair(sum[0], sum[1]), round_pair(sum[2], sum[3]),
                      round_pair(sum[4], sum[5]), round_pair(sum[6], sum[7]));
-      write(b, place, row, evaluate<kCluster>(b, place, total, residual, weights, sums));
-      if constexpr (!kCluster) __syncthreads();  // before `sums` are used again
+      Sums sums{places};
+      write(b, place, row, evaluate<kTeam>(b, place, total, residual, weights, sums));
+      if constexpr (!kCluster) __syncthreads();  // before the places are used again
     }
   }
   finish_call(x, call);

@@ -44,6 +44,26 @@ inline Experts experts_of(TensorView rows, const Optional<TensorView>& weights,
   return experts;
 }
 
+inline Boundary boundary_of(const Optional<TensorView>& residual,
+                            const Optional<TensorView>& post_weight,
+                            const Optional<double>& post_eps, double x_scale, double r_scale,
+                            const Optional<TensorView>& next_weight, double next_eps,
+                            TensorView hidden, const Optional<TensorView>& normalized) {
+  Boundary b = {};
+  b.residual = data_or_null<const bf16>(residual);
+  b.post_weight = data_or_null<const bf16>(post_weight);
+  b.next_weight = data_or_null<const bf16>(next_weight);
+  b.hidden = static_cast<bf16*>(hidden.data_ptr());
+  b.normalized = data_or_null<bf16>(normalized);
+  b.post_norm = post_eps.has_value();
+  b.post_eps = b.post_norm ? static_cast<float>(*post_eps) : 0.0f;
+  b.next_eps = static_cast<float>(next_eps);
+  b.x_scale = static_cast<float>(x_scale);
+  b.r_scale = static_cast<float>(r_scale);
+  b.reciprocal_of_size = 1.0f / static_cast<float>(hidden.size(1));
+  return b;
+}
+
 struct Device {
   int processors;   // SMs
   int capability;   // 90 for 9.0

@@ -225,16 +225,6 @@ __device__ __forceinline__ uint4 receive(const Exchange& x, Call call, int64_t o
 
 // ---- What a thread does with its eight elements of a token -------------------------------------
 
-struct Boundary {
-  const bf16* residual;     // [T, H] or nullptr: no residual add
-  const bf16* post_weight;  // [H] or nullptr: no affine
-  const bf16* next_weight;
-  bf16* hidden;             // [T, H]
-  bf16* normalized;         // [T, H] or nullptr: no next norm
-  float post_eps, next_eps, x_scale, r_scale, reciprocal_of_size;
-  bool post_norm;
-};
-
 // The place of a thread, and of its block among those of a token.
 struct Place {
   int column;  // in the row; the thread's warp is column / 256
@@ -271,32 +261,27 @@ struct Outputs {
 };
 
 // Both outputs of one token, in registers.
-template <bool kCluster>
+template <Team kTeam>
 __device__ __forceinline__ Outputs evaluate(const Boundary& b, const Place& place, uint4 value,
-                                            uint4 residual, NormWeights weights, TokenSum* sums,
+                                            uint4 residual, const NormWeights& weights, Sums& sums,
                                             bool load_late = false) {
-  if (b.post_norm) {
-    if (load_late && b.post_weight) weights.post = load_kept(b.post_weight + place.column);
-    const float sum = sum_over_token<kCluster>(sum_of_squares(value, 0.0f), &sums[0], place.warp,
-                                               place.warps, place.blocks);
-    value = normalize(value, inverse_rms(sum, b.reciprocal_of_size, b.post_eps), weights.post,
-                      b.post_weight != nullptr);
-  }
-  if (b.residual) {
-    const float x_scale = b.x_scale, r_scale = b.r_scale;
-    const uint4 m = map_rounded([=](float n) { return n * x_scale; }, value);
-    const uint4 n = map_rounded([=](float r) { return r * r_scale; }, residual);
-    value = map_rounded([](float v, float w) { return v + w; }, m, n);
-  }
-  uint4 normalized = make_uint4(0, 0, 0, 0);
+  auto weight_of_norm = [&](const bf16* weight, const uint4& loaded) {
+    return load_late && weight ? load_kept(weight + place.column) : loaded;
+  };
+  Outputs out = {};
+  uint4 held[1] = {value};
+  const uint4 added[1] = {residual};
+  to_hidden<kTeam>(
+      b, held, added, [&](int) { return weight_of_norm(b.post_weight, weights.post); }, sums,
+      place.warp, place.warps, place.blocks);
+  out.hidden = held[0];
   if (b.normalized) {
-    if (load_late && b.next_weight) weights.next = load_kept(b.next_weight + place.column);
-    const float sum = sum_over_token<kCluster>(sum_of_squares(value, 0.0f), &sums[1], place.warp,
-                                               place.warps, place.blocks);
-    normalized = normalize(value, inverse_rms(sum, b.reciprocal_of_size, b.next_eps), weights.next,
-                           b.next_weight != nullptr);
+    to_normalized<kTeam>(
+        b, held, [&](int) { return weight_of_norm(b.next_weight, weights.next); }, sums, place.warp,
+        place.warps, place.blocks);
+    out.normalized = held[0];
   }
-  return {value, normalized};
+  return out;
 }
 
 __device__ __forceinline__ void write(const Boundary& b, const Place& place, int64_t row,

@@ -35,9 +35,10 @@ __device__ __forceinline__ int64_t offset_of(const GatherParams& p, const Place&
 template <bool kTwoshot, bool kCluster, int kRoutes>
 __device__ __forceinline__ void take_own(const GatherParams& p, Call call, const Place& place,
                                          int64_t token, const Rows<kRoutes>& rows, uint4 residual,
-                                         const NormWeights& weights, TokenSum* sums) {
+                                         const NormWeights& weights, Sums& sums) {
   const Exchange& x = p.exchange;
   const Boundary& b = p.boundary;
+  constexpr Team kTeam = kCluster ? Team::kCluster : Team::kBlock;
   const int64_t hidden_size = int64_t{p.chunks} * kChunk, row = token * hidden_size;
   uint4 value = finalize_rows(p.experts, place, rows, hidden_size, p.routed_scale);
   if constexpr (!kTwoshot) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void take_own(const GatherParams& p, Call call, const
   } else {
     residual = load_residual(b, place, row);
   }
-  Outputs out = evaluate<kCluster>(b, place, value, residual, weights, sums, !kCluster);
+  Outputs out = evaluate<kTeam>(b, place, value, residual, weights, sums, !kCluster);
   if constexpr (kTwoshot) {
     out.hidden = without_empty(out.hidden);
     out.normalized = without_empty(out.normalized);
@@ -65,9 +66,10 @@ __device__ __forceinline__ void take_own(const GatherParams& p, Call call, const
 template <bool kTwoshot, bool kCluster>
 __device__ __forceinline__ void take_remote(const GatherParams& p, Call call, const Place& place,
                                             int64_t token, int source, const NormWeights& weights,
-                                            TokenSum* sums) {
+                                            Sums& sums) {
   const Exchange& x = p.exchange;
   const Boundary& b = p.boundary;
+  constexpr Team kTeam = kCluster ? Team::kCluster : Team::kBlock;
   const int64_t row = token * p.chunks * kChunk;
   const int64_t first = offset_of(p, place, token);
   const int64_t second = offset_of(p, place, p.tokens + token);
@@ -85,7 +87,7 @@ __device__ __forceinline__ void take_remote(const GatherParams& p, Call call, co
     uint4 value = make_uint4(0, 0, 0, 0);
     if (place.held) value = receive(x, call, first, source);
     __syncwarp();
-    out = evaluate<kCluster>(b, place, value, residual, weights, sums, !kCluster);
+    out = evaluate<kTeam>(b, place, value, residual, weights, sums, !kCluster);
   }
   write(b, place, row, out);
 }
@@ -94,12 +96,13 @@ __device__ __forceinline__ void take_remote(const GatherParams& p, Call call, co
 template <bool kTwoshot, int kRoutes, bool kCluster, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     gather_kernel(const __grid_constant__ GatherParams p) {
-  __shared__ TokenSum sums[2];
+  __shared__ TokenSum places[2];
+  Sums sums{places};
   const Exchange& x = p.exchange;
   const Place place = place_of<kCluster>(p.chunks, p.blocks_per_token);
   const int64_t hidden_size = int64_t{p.chunks} * kChunk;
   const int64_t item = int64_t{blockIdx.x / place.blocks} - 1;
-  if constexpr (kCluster) cluster_sums_init(sums, 2, place.warps);
+  if constexpr (kCluster) cluster_sums_init(places, 2, place.warps);
   wait_for_previous_grid();
   const Call call = begin_call(x);
   if (blockIdx.x == 0) announce(x, call);
@@ -127,7 +130,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 template <bool kTwoshot, int kRoutes, int kMaxThreads>
 __global__ void __launch_bounds__(kMaxThreads, 1)
     gather_stream_kernel(const __grid_constant__ GatherParams p) {
-  __shared__ TokenSum sums[2];
+  __shared__ TokenSum places[2];
   const Exchange& x = p.exchange;
   const Place place = place_of<false>(p.chunks, 1);
   const int64_t hidden_size = int64_t{p.chunks} * kChunk;
@@ -145,10 +148,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       if (source >= x.ranks) source -= x.ranks;
       const int64_t token = source * p.tokens_per_rank + before;
       if (before >= p.tokens_per_rank || token >= p.tokens) continue;
+      Sums sums{places};
       take_remote<kTwoshot, false>(p, call, place, token, source, late, sums);
-      __syncthreads();  // before `sums` are used again
+      __syncthreads();  // before the places are used again
     }
     if (own) {
+      Sums sums{places};
       take_own<kTwoshot, false>(p, call, place, p.first_owned + item, rows,
                                 make_uint4(0, 0, 0, 0), late, sums);
       __syncthreads();

@@ -21,6 +21,9 @@ constexpr unsigned kFull = 0xffffffffu;
 
 enum class WeightType : int { kFloat32, kBFloat16, kFloat16 };
 
+// Who shares a token: a block, or a cluster of blocks.
+enum class Team { kBlock, kCluster };
+
 // ---- Programmatic dependent launch -------------------------------------------------------------
 // Everything may come from the kernel before, norm weights too, so nothing is read above wait().
 // Every block waits: then "this grid is complete" also means "the grids before it are".
@@ -246,7 +249,7 @@ __device__ __forceinline__ float sum_over_warp(float value) {
 
 // One sum over a token's warps. Each warp adds up its lanes and hands the result to every block of
 // the token, in its own slot; each warp then adds up the slots in the same order, so that all have
-// the same bits, run after run. Two sums of one kernel use two of these: nothing is overwritten.
+// the same bits, run after run.
 struct TokenSum {
   float partial[kMaxWarps];
   uint64_t arrived;  // mbarrier, for a cluster: counts the bytes that have arrived
@@ -311,12 +314,24 @@ __device__ __forceinline__ void cluster_sums_ready() {
 #endif
 }
 
-template <bool kCluster>
-__device__ __forceinline__ float sum_over_token(float value, TokenSum* sum, int warp, int warps,
+// A token has up to two sums, and each a place of its own: nothing that is still read is overwritten.
+struct Sums {
+  TokenSum* place;
+  int turn = 1;
+
+  __device__ __forceinline__ TokenSum* next() {
+    turn ^= 1;
+    return place + turn;
+  }
+};
+
+template <Team kTeam>
+__device__ __forceinline__ float sum_over_token(float value, Sums& sums, int warp, int warps,
                                                 int blocks) {
+  TokenSum* sum = sums.next();
   const int lane = threadIdx.x % kWarp;
   value = sum_over_warp(value);
-  if constexpr (kCluster) {
+  if constexpr (kTeam == Team::kCluster) {
 #if __CUDA_ARCH__ >= 900
     if (lane < blocks) {
       uint32_t there, arrived;
@@ -349,6 +364,71 @@ __device__ __forceinline__ float inverse_rms(float sum, float reciprocal_of_size
 __device__ __forceinline__ uint4 normalize(uint4 s, float inv, uint4 weight, bool affine) {
   return affine ? map_rounded([=](float v, float w) { return v * inv * w; }, s, weight)
                 : map_rounded([=](float v) { return v * inv; }, s);
+}
+
+// ---- post-norm, residual add, next norm --------------------------------------------------------
+
+struct Boundary {
+  const bf16* residual;     // [T, H] or nullptr: no residual add
+  const bf16* post_weight;  // [H] or nullptr: no affine
+  const bf16* next_weight;
+  bf16* hidden;             // [T, H]
+  bf16* normalized;         // [T, H] or nullptr: no next norm
+  float post_eps, next_eps, x_scale, r_scale, reciprocal_of_size;
+  bool post_norm;
+};
+
+// A thread's vectors of a token, which `warps` warps in `blocks` blocks share: from what was
+// finalized to hidden. post_weight(v) gives the vector's norm weights. What a thread does not hold
+// is zeros, weights too, and stays zeros: it is in the sums.
+template <Team kTeam, int kVectors, typename Weight>
+__device__ __forceinline__ void to_hidden(const Boundary& b, uint4 (&value)[kVectors],
+                                          const uint4 (&residual)[kVectors], Weight post_weight,
+                                          Sums& sums, int warp, int warps, int blocks) {
+  if (b.post_norm) {
+    uint4 weight[kVectors];
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      weight[v] = post_weight(v);
+      sum = sum_of_squares(value[v], sum);
+    }
+    sum = sum_over_token<kTeam>(sum, sums, warp, warps, blocks);
+    const float inv = inverse_rms(sum, b.reciprocal_of_size, b.post_eps);
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      value[v] = normalize(value[v], inv, weight[v], b.post_weight != nullptr);
+    }
+  }
+  if (b.residual) {
+    const float x_scale = b.x_scale, r_scale = b.r_scale;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) {
+      const uint4 m = map_rounded([=](float n) { return n * x_scale; }, value[v]);
+      const uint4 n = map_rounded([=](float r) { return r * r_scale; }, residual[v]);
+      value[v] = map_rounded([](float s, float t) { return s + t; }, m, n);
+    }
+  }
+}
+
+// From hidden to normalized, in place.
+template <Team kTeam, int kVectors, typename Weight>
+__device__ __forceinline__ void to_normalized(const Boundary& b, uint4 (&value)[kVectors],
+                                              Weight next_weight, Sums& sums, int warp, int warps,
+                                              int blocks) {
+  uint4 weight[kVectors];
+  float sum = 0.0f;
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    weight[v] = next_weight(v);
+    sum = sum_of_squares(value[v], sum);
+  }
+  sum = sum_over_token<kTeam>(sum, sums, warp, warps, blocks);
+  const float inv = inverse_rms(sum, b.reciprocal_of_size, b.next_eps);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    value[v] = normalize(value[v], inv, weight[v], b.next_weight != nullptr);
+  }
 }
 
 }  // namespace moetail

@@ -10,16 +10,11 @@ namespace moetail {
 namespace {
 
 struct TailParams {
-  Experts experts;          // kRoutes > 0
-  const bf16* x;            // [T, H], kRoutes = 0
-  const bf16* residual;     // [T, H] or nullptr: no residual add
-  const bf16* post_weight;  // [H] or nullptr: no affine
-  const bf16* next_weight;
-  bf16* hidden;             // [T, H]
-  bf16* normalized;         // [T, H] or nullptr: no next norm
-  float routed_scale, post_eps, next_eps, x_scale, r_scale, reciprocal_of_size;
-  bool post_norm;
-  int chunks;               // H / 256
+  Experts experts;  // kRoutes > 0
+  const bf16* x;    // [T, H], kRoutes = 0
+  Boundary boundary;
+  float routed_scale;
+  int chunks;       // H / 256
   int blocks_per_token;
 };
 
@@ -29,7 +24,10 @@ template <int kRoutes, int kVectors, bool kCluster, int kMaxThreads, int kMinBlo
           bool kPasses = false>
 __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     tail_kernel(const __grid_constant__ TailParams p) {
-  __shared__ TokenSum sums[2];
+  constexpr Team kTeam = kCluster ? Team::kCluster : Team::kBlock;
+  __shared__ TokenSum places[2];
+  Sums sums{places};
+  const Boundary& b = p.boundary;
   const int lane = threadIdx.x % kWarp;
   const int block = kCluster ? blockIdx.x % p.blocks_per_token : 0;
   const int64_t token = kCluster ? blockIdx.x / p.blocks_per_token : blockIdx.x;
@@ -39,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int64_t row = token * hidden_size;
   auto held = [&](int v) { return v * warps + warp < p.chunks; };
   auto column = [&](int v) { return (v * warps + warp) * kChunk + lane * kVector; };
-  if constexpr (kCluster) cluster_sums_init(sums, 2, warps);
+  if constexpr (kCluster) cluster_sums_init(places, 2, warps);
   wait_for_previous_grid();
 
   // A thread of one vector asks for everything at the start, norm weights too, since its time is
@@ -51,10 +49,10 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if constexpr (kAllAtOnce) {
-      post_weight[v] = load_once(p.post_weight + column(v), held(v) && p.post_weight);
-      next_weight[v] = load_once(p.next_weight + column(v), held(v) && p.next_weight);
+      post_weight[v] = load_once(b.post_weight + column(v), held(v) && b.post_weight);
+      next_weight[v] = load_once(b.next_weight + column(v), held(v) && b.next_weight);
     }
-    residual[v] = load_once(p.residual + row + column(v), held(v) && p.residual);
+    residual[v] = load_once(b.residual + row + column(v), held(v) && b.residual);
     if constexpr (kRoutes == 0) value[v] = load_once(p.x + row + column(v), held(v));
   }
   if constexpr (kRoutes > 0) {
@@ -73,98 +71,69 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   let_next_grid_launch();
   if constexpr (kCluster) cluster_sums_ready();
 
-  if (p.post_norm) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if constexpr (!kAllAtOnce) {
-        // What is not held is zeros, and must stay zeros: it is in the next sum.
-        post_weight[v] = make_uint4(0, 0, 0, 0);
-        if (p.post_weight && held(v)) post_weight[v] = load_kept(p.post_weight + column(v));
-      }
-      sum = sum_of_squares(value[v], sum);
-    }
-    sum = sum_over_token<kCluster>(sum, &sums[0], warp, warps, p.blocks_per_token);
-    const float inv = inverse_rms(sum, p.reciprocal_of_size, p.post_eps);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      value[v] = normalize(value[v], inv, post_weight[v], p.post_weight != nullptr);
-    }
-  }
-  if (p.residual) {
-    const float x_scale = p.x_scale, r_scale = p.r_scale;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const uint4 a = map_rounded([=](float n) { return n * x_scale; }, value[v]);
-      const uint4 b = map_rounded([=](float r) { return r * r_scale; }, residual[v]);
-      value[v] = map_rounded([](float m, float n) { return m + n; }, a, b);
-    }
-  }
+  auto weight_of_norm = [&](const bf16* weight, const uint4& loaded, int v) {
+    if constexpr (kAllAtOnce) return loaded;
+    return weight && held(v) ? load_kept(weight + column(v)) : make_uint4(0, 0, 0, 0);
+  };
+  to_hidden<kTeam>(
+      b, value, residual, [&](int v) { return weight_of_norm(b.post_weight, post_weight[v], v); },
+      sums, warp, warps, p.blocks_per_token);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
-    if (held(v)) store(p.hidden + row + column(v), value[v]);
+    if (held(v)) store(b.hidden + row + column(v), value[v]);
   }
-  if (p.normalized) {
-    float sum = 0.0f;
+  if (!b.normalized) return;
+  to_normalized<kTeam>(
+      b, value, [&](int v) { return weight_of_norm(b.next_weight, next_weight[v], v); }, sums, warp,
+      warps, p.blocks_per_token);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (!kAllAtOnce && p.next_weight && held(v)) {
-        next_weight[v] = load_kept(p.next_weight + column(v));
-      }
-      sum = sum_of_squares(value[v], sum);
-    }
-    sum = sum_over_token<kCluster>(sum, &sums[1], warp, warps, p.blocks_per_token);
-    const float inv = inverse_rms(sum, p.reciprocal_of_size, p.next_eps);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      if (held(v)) {
-        store(p.normalized + row + column(v),
-                        normalize(value[v], inv, next_weight[v], p.next_weight != nullptr));
-      }
-    }
+  for (int v = 0; v < kVectors; ++v) {
+    if (held(v)) store(b.normalized + row + column(v), value[v]);
   }
 }
 
 // One block a token, any H >= 1 and any address: elements one by one, in place where x is hidden.
 // Rare, so it reads again what it could keep.
 __global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hidden_size) {
-  __shared__ TokenSum sums[2];
+  __shared__ TokenSum places[2];
+  Sums sums{places};
+  const Boundary& b = p.boundary;
   wait_for_previous_grid();
   const int64_t row = blockIdx.x * hidden_size;
   const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   float inv = 1.0f;
-  if (p.post_norm) {
+  if (b.post_norm) {
     float sum = 0.0f;
     for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
       const float v = __bfloat162float(p.x[row + i]);
       sum = fmaf(v, v, sum);
     }
-    sum = sum_over_token<false>(sum, &sums[0], warp, warps, 1);
-    inv = inverse_rms(sum, p.reciprocal_of_size, p.post_eps);
+    sum = sum_over_token<Team::kBlock>(sum, sums, warp, warps, 1);
+    inv = inverse_rms(sum, b.reciprocal_of_size, b.post_eps);
   }
   float sum = 0.0f;
   for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
     float v = __bfloat162float(p.x[row + i]);
-    if (p.post_norm) {
+    if (b.post_norm) {
       v *= inv;
-      if (p.post_weight) v *= __bfloat162float(p.post_weight[i]);
+      if (b.post_weight) v *= __bfloat162float(b.post_weight[i]);
       v = round_to_bf16(v);
     }
-    if (p.residual) {
-      v = round_to_bf16(v * p.x_scale) +
-          round_to_bf16(__bfloat162float(p.residual[row + i]) * p.r_scale);
+    if (b.residual) {
+      v = round_to_bf16(v * b.x_scale) +
+          round_to_bf16(__bfloat162float(b.residual[row + i]) * b.r_scale);
     }
     const bf16 hidden = __float2bfloat16_rn(v);
-    p.hidden[row + i] = hidden;
+    b.hidden[row + i] = hidden;
     sum = fmaf(__bfloat162float(hidden), __bfloat162float(hidden), sum);
   }
-  if (!p.normalized) return;
-  sum = sum_over_token<false>(sum, &sums[1], warp, warps, 1);
-  inv = inverse_rms(sum, p.reciprocal_of_size, p.next_eps);
+  if (!b.normalized) return;
+  sum = sum_over_token<Team::kBlock>(sum, sums, warp, warps, 1);
+  inv = inverse_rms(sum, b.reciprocal_of_size, b.next_eps);
   for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
-    float v = __bfloat162float(p.hidden[row + i]) * inv;
-    if (p.next_weight) v *= __bfloat162float(p.next_weight[i]);
-    p.normalized[row + i] = __float2bfloat16_rn(v);
+    float v = __bfloat162float(b.hidden[row + i]) * inv;
+    if (b.next_weight) v *= __bfloat162float(b.next_weight[i]);
+    b.normalized[row + i] = __float2bfloat16_rn(v);
   }
 }
 
@@ -276,26 +245,18 @@ void tail(TensorView x, Optional<TensorView> weights, double routed_scale,
   TailParams p = {};
   if (from_experts) p.experts = experts_of(x, weights, Optional<TensorView>());
   p.x = static_cast<const bf16*>(x.data_ptr());
-  p.residual = data_or_null<const bf16>(residual);
-  p.post_weight = data_or_null<const bf16>(post_weight);
-  p.next_weight = data_or_null<const bf16>(next_weight);
-  p.hidden = static_cast<bf16*>(hidden.data_ptr());
-  p.normalized = data_or_null<bf16>(normalized);
+  p.boundary = boundary_of(residual, post_weight, post_eps, x_scale, r_scale, next_weight, next_eps,
+                           hidden, normalized);
   p.routed_scale = static_cast<float>(routed_scale);
-  p.post_norm = post_eps.has_value();
-  p.post_eps = p.post_norm ? static_cast<float>(*post_eps) : 0.0f;
-  p.next_eps = static_cast<float>(next_eps);
-  p.x_scale = static_cast<float>(x_scale);
-  p.r_scale = static_cast<float>(r_scale);
-  p.reciprocal_of_size = 1.0f / static_cast<float>(hidden_size);
   p.chunks = static_cast<int>(hidden_size / kChunk);
+  const Boundary& b = p.boundary;
   const DLDevice device = hidden.device();
   if (hidden_size % kChunk || hidden_size > kMaxWarps * kChunk ||
-      !aligned(p.x, p.residual, p.post_weight, p.next_weight, p.hidden, p.normalized)) {
+      !aligned(p.x, b.residual, b.post_weight, b.next_weight, b.hidden, b.normalized)) {
     if (from_experts) {
       finalize(x, weights, Optional<TensorView>(), Optional<TensorView>(), hidden, routed_scale,
                pdl);
-      p.x = p.hidden;
+      p.x = b.hidden;
     }
     launch(tail_any_kernel, device, {tokens, 256, 1, pdl}, p, hidden_size);
     return;
