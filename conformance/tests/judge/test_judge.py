@@ -380,6 +380,54 @@ def test_gather_takes_each_ranks_residual():
     assert [o.conforms for o in verdict.outputs if o.name == "hidden"] == [True, False]
 
 
+def _changed(result, place):
+    """A copy with one element moved to the next value."""
+    copies = [part.clone() for part in result]
+    copies[place[0]].view(torch.int16)[place[1:]] += 1
+    return tuple(copies)
+
+
+@pytest.mark.parametrize("terms", [1, 1 << 22])  # a token at a time, and all at once
+@pytest.mark.parametrize("fault", ["none", "hidden", "normalized", "both alike", "other norm"])
+def test_replicas_are_judged_each_for_itself(terms, fault):
+    """What is found of a rank does not depend on the ranks beside it, which may be its equals."""
+    case = make_case(5, 4, 256)
+    result = evaluate(case)
+    calls = gathered(case, 3)
+    # Large enough a step to be outside any set.
+    wrong = {"hidden": (0, 3, 7), "normalized": (1, 2, 9), "both alike": (0, 3, 7)}.get(fault)
+    results = [result] * 3
+    if wrong is not None:
+        broken = _changed(_changed(_changed(result, wrong), wrong), wrong)
+        results = [result, broken, broken if fault == "both alike" else result]
+    if fault == "other norm":
+        calls[1]["next_weight"] = case["next_weight"] * 1.25
+    together = judge(GATHER, calls, results, chunk_terms=terms)
+    for rank in range(3):
+        # This rank's result and norm on all ranks: the first rank has nobody before it.
+        norm = {"next_weight": calls[rank]["next_weight"]}
+        alone = judge(GATHER, [{**call, **norm} for call in calls], [results[rank]] * 3)
+        for name in ("hidden", "normalized"):
+            mine = next(o for o in together.outputs if o.rank == rank and o.name == name)
+            other = next(o for o in alone.outputs if o.rank == 0 and o.name == name)
+            counts = ("judged", "not_judged", "ambiguous", "wrong")
+            assert [getattr(mine, c) for c in counts] == [getattr(other, c) for c in counts]
+            assert torch.equal(mine.wrong_mask, other.wrong_mask)
+            assert torch.equal(mine.lo, other.lo)
+            assert torch.equal(mine.hi, other.hi)
+    broken_ranks = {o.rank for o in together.outputs if not o.conforms}
+    assert (
+        broken_ranks
+        == {
+            "none": set(),
+            "hidden": {1},
+            "normalized": {1},
+            "both alike": {1, 2},
+            "other norm": {1},
+        }[fault]
+    )
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_finalize_and_allreduce(world, dtype):

@@ -96,13 +96,25 @@ def judge(
     step = max(1, chunk_terms // max(1, chain.terms))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        for rank, admissible in enumerate(chain.admit(start, stop)):
+        sets = chain.admit(start, stop)
+        for rank, admissible in enumerate(sets):
             first = outputs[rank][0]
-            first.compare(admissible, start, stop)
+            # Replicas are alike, as a rule: the same bits for the same sets are looked at once.
+            before = outputs[rank - 1] if rank and admissible is sets[rank - 1] else None
+            if before is not None and not first.repeats(before[0], start, stop):
+                before = None
+            if before is None:
+                first.compare(admissible, start, stop)
             if not chain.next_norms:
                 continue
             weight, eps = chain.next_norms[rank]
             second = outputs[rank][1]
+            if (
+                before is not None
+                and chain.same_next_norm(rank, rank - 1)
+                and second.repeats(before[1], start, stop)
+            ):
+                continue
             if eps is not None and second.wanted:
                 # Anchored on what was returned; where nothing usable was, on what should have been.
                 hidden = first.got
@@ -129,6 +141,7 @@ class _Output:
         self.hi = torch.empty_like(self.lo)
         self.wrong = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
         self.judged = self.ambiguous = 0
+        self._last = (0, 0)  # judged and ambiguous of the last tokens
 
     def _structure(self, value: Any) -> str | None:
         name = self.name
@@ -163,12 +176,31 @@ class _Output:
             judged -= int(admissible.free.sum())
         # Endpoints are BF16 values already: the conversion is exact.
         self.lo[start:stop], self.hi[start:stop] = lo, hi
-        self.judged += judged
-        self.ambiguous += ambiguous
+        self._count(judged, ambiguous)
         if self.got is None:
             self.wrong[start:stop] = True
         else:
             self.wrong[start:stop] = ~admissible.admits(self.got[start:stop])
+
+    def repeats(self, other: _Output, start: int, stop: int) -> bool:
+        """Takes over what was found of ``other``'s tokens [start, stop), if these have its bits.
+
+        To be asked only where both have the same sets.
+        """
+        if self.got is None or other.got is None:
+            return False
+        mine, theirs = (got[start:stop].view(torch.int16) for got in (self.got, other.got))
+        if not torch.equal(mine, theirs):
+            return False
+        for name in ("lo", "hi", "wrong"):
+            getattr(self, name)[start:stop] = getattr(other, name)[start:stop]
+        self._count(*other._last)
+        return True
+
+    def _count(self, judged: int, ambiguous: int) -> None:
+        self._last = (judged, ambiguous)
+        self.judged += judged
+        self.ambiguous += ambiguous
 
     def verdict(self) -> OutputVerdict:
         elements = self.wrong.numel()

@@ -44,6 +44,11 @@ class Chain:
     admit: Callable[[int, int], list[Admissible]]
     next_norms: list[tuple[Tensor | None, float | None]] = field(default_factory=list)
 
+    def same_next_norm(self, rank: int, other: int) -> bool:
+        """Whether two ranks were given the same next norm."""
+        (weight, eps), (other_weight, other_eps) = self.next_norms[rank], self.next_norms[other]
+        return eps == other_eps and _equal(weight, other_weight)
+
 
 def moe_finalize(calls: Sequence[Call]) -> Chain:
     """beam_moe_finalize: reduce, round, scale, post-norm."""
