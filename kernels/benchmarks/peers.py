@@ -1,16 +1,25 @@
 """What the kernels are compared with. Nothing of it is part of the project.
 
-vLLM's boundary kernel is one file of its wheel. As a command, this takes it out into the ignored
-folder ``.peers``:
+As a command, this takes what is needed out of a peer's wheel into the ignored folder ``.peers``:
 
-    python kernels/benchmarks/peers.py [WHEEL]        # no WHEEL: pip downloads vllm's newest
+    python kernels/benchmarks/peers.py vllm [WHEEL]
+    python kernels/benchmarks/peers.py flashinfer [WHEEL] [--arch 9.0a]
 
-The file needs two names of the engine, which a stub gives it, so that the engine is not needed.
+Without a WHEEL it is the one that ``MOETAIL_VLLM`` or ``MOETAIL_FLASHINFER`` names, or pip
+downloads the newest.
+
+vLLM's boundary kernel is one file. It needs two names of the engine, which a stub gives it, so that
+the engine is not needed. FlashInfer's fused finalize, all-reduce and norm is compiled, which needs
+nvcc and no GPU, into ``.peers/flashinfer/trtllm_moe_finalize_allreduce.so``; beside it lies what
+``moetail check flashinfer`` reads, so that ``MOETAIL_FLASHINFER=.peers/flashinfer`` serves both.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,8 +32,61 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.adapters import flashinfer_kernel
+from moetail.kernels import build
+
 PEERS = Path(__file__).parents[2] / ".peers"
 MEMBER = "vllm/models/beam/nvidia/layernorm.py"
+
+FLASHINFER = PEERS / "flashinfer"
+SOURCE = "flashinfer/data/csrc/trtllm_moe_allreduce_fusion.cu"
+# Beginnings of the names of what is taken; the last is what the adapter reads.
+TAKEN = (
+    SOURCE,
+    "flashinfer/data/csrc/tvm_ffi_utils.h",
+    "flashinfer/data/include/flashinfer/",
+    "flashinfer/trace/templates/comm.py",
+)
+# Those of flashinfer/jit/core.py. Without NDEBUG or optimization the binding would run off the end
+# of a function that returns the status of the launch.
+FLAGS = (
+    "-O3",
+    "-DNDEBUG",
+    "-use_fast_math",
+    "-DFLASHINFER_ENABLE_F16",
+    "-DFLASHINFER_ENABLE_BF16",
+    "-DFLASHINFER_ENABLE_FP8_E4M3",
+    "-DFLASHINFER_ENABLE_FP8_E5M2",
+    "--expt-relaxed-constexpr",
+    "-Xfatbin=-compress-all",
+    "--compress-mode=size",
+)
+# In place of spdlog's headers: the launcher warns at every call of more than 128 tokens.
+QUIET = """\
+#pragma once
+#include <memory>
+#include <string>
+
+namespace spdlog {
+namespace level {
+enum level_enum { off };
+}
+namespace sinks {
+struct stdout_color_sink_mt {
+  void set_pattern(std::string const&) {}
+  void set_level(level::level_enum) {}
+};
+}  // namespace sinks
+struct logger {
+  template <class... Arguments>
+  explicit logger(Arguments&&...) {}
+};
+inline void set_default_logger(std::shared_ptr<logger>) {}
+inline void set_level(level::level_enum) {}
+template <class... Arguments>
+void warn(Arguments&&...) {}
+}  // namespace spdlog
+"""
 
 
 def vllm_boundary() -> Callable[..., Any] | None:
@@ -72,17 +134,82 @@ def compiled_fused() -> Callable[..., tuple[Tensor, Tensor]]:
     return compiled
 
 
+def flashinfer_finalize() -> Callable[..., None] | None:
+    """The binding of FlashInfer's kernel, or None where it was not built."""
+    library = flashinfer_kernel.find_library(FLASHINFER)
+    return None if library is None else flashinfer_kernel.load_library(library)
+
+
+def take_vllm(wheel: Path) -> Path:
+    """Take vLLM's boundary kernel out of the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extract(MEMBER, PEERS)
+    return PEERS / MEMBER
+
+
+def take_flashinfer(wheel: Path, arch: str) -> Path:
+    """Take FlashInfer's kernel out of the wheel and compile it for compute capabilities.
+
+    Args:
+        wheel: of flashinfer-python.
+        arch: such as "9.0a", or several with spaces between.
+
+    Returns:
+        The library.
+    """
+    shutil.rmtree(FLASHINFER, ignore_errors=True)
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if name.startswith(TAKEN) or name.endswith(".dist-info/METADATA"):
+                archive.extract(name, FLASHINFER)
+    for name in ("spdlog.h", "sinks/stdout_color_sinks.h"):
+        header = FLASHINFER / "quiet" / "spdlog" / name
+        header.parent.mkdir(parents=True, exist_ok=True)
+        header.write_text(QUIET)
+    import tvm_ffi.cpp
+
+    home = build._cuda_home()
+    with build._environment({"CUDA_HOME": str(home), "TVM_FFI_CUDA_ARCH_LIST": arch}):
+        built = tvm_ffi.cpp.build(
+            flashinfer_kernel.LIBRARY.removesuffix(".so"),
+            sources=[str(FLASHINFER / SOURCE)],
+            # Errors name a file as the wheel does.
+            extra_cuda_cflags=[*FLAGS, f"-Xcompiler=-fmacro-prefix-map={FLASHINFER}/="],
+            extra_ldflags=[f"-L{home / name}" for name in ("lib64", "lib")],
+            extra_include_paths=[
+                str(FLASHINFER / "flashinfer" / "data" / "include"),
+                str(FLASHINFER / "flashinfer" / "data" / "csrc"),
+                str(FLASHINFER / "quiet"),
+            ],
+            build_directory=str(FLASHINFER / "build"),
+            backend="cuda",
+        )
+    return Path(shutil.copy(built, FLASHINFER / flashinfer_kernel.LIBRARY))
+
+
+PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python"}
+
+
 def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser("peers.py", description="Prepare a peer for the benchmarks.")
+    parser.add_argument("peer", choices=list(PACKAGES))
+    parser.add_argument("wheel", type=Path, nargs="?", help="of the peer's package")
+    parser.add_argument("--arch", default="9.0a", help="compute capabilities to compile for")
+    options = parser.parse_args(arguments)
+    wheel: Path | None = options.wheel or _named(options.peer)
     with tempfile.TemporaryDirectory() as folder:
-        if arguments:
-            wheel = Path(arguments[0])
-        else:
-            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder, "vllm"]
-            subprocess.run(command, check=True)
-            (wheel,) = Path(folder).glob("vllm-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(MEMBER, PEERS)
-    print(f"{PEERS / MEMBER} from {wheel.name}")
+        if wheel is None:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "-d", folder]
+            subprocess.run([*command, PACKAGES[options.peer]], check=True)
+            (wheel,) = Path(folder).glob("*.whl")
+        made = take_vllm(wheel) if options.peer == "vllm" else take_flashinfer(wheel, options.arch)
+    print(f"{made} from {wheel.name}")
+
+
+def _named(peer: str) -> Path | None:
+    """The wheel that the environment names for the adapter."""
+    named = Path(os.environ.get(f"MOETAIL_{peer.upper()}") or ".").expanduser()
+    return named if named.is_file() else None
 
 
 if __name__ == "__main__":

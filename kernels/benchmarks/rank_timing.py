@@ -11,12 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import peers
 import timing
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 import moetail.kernels as kernels
+from moetail.conformance.adapters import flashinfer_kernel
+from moetail.conformance.judge.rounding import round_bf16
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, tokens_per_rank
 
 SCALES = (0.75, 1.25)
@@ -35,9 +38,10 @@ def _random(*shape: int) -> Tensor:
 
 
 def _routes(tokens: int, hidden: int, top_k: int) -> UnfinalizedMoEOutput:
+    """FP32 weights with BF16 values: FlashInfer's kernel takes the same ones as BF16."""
     return UnfinalizedMoEOutput(
         _random(tokens * top_k, hidden),
-        torch.rand(tokens, top_k, device="cuda"),
+        torch.rand(tokens, top_k, device="cuda").bfloat16().float(),
         torch.arange(tokens * top_k, device="cuda", dtype=torch.int32).view(tokens, top_k),
     )
 
@@ -92,6 +96,11 @@ def gather(
     return found
 
 
+def _allreduce_sets(tokens: int, hidden: int, top_k: int) -> tuple[list[Any], int]:
+    moved = 2 * hidden * tokens * (top_k + 3)
+    return _sets(lambda: (_routes(tokens, hidden, top_k), _tail(tokens, hidden)), tokens, moved)
+
+
 def allreduce(
     group: Any, rank: int, tokens: int, hidden: int, top_k: int, max_tokens: int
 ) -> dict[str, float]:
@@ -109,13 +118,116 @@ def allreduce(
         dist.all_reduce(finalized, group=group)
         return kernels.beam_norm_residual_norm(finalized, residual, *norms)
 
-    moved = 2 * hidden * tokens * (top_k + 3)
-    sets, rounds = _sets(
-        lambda: (_routes(tokens, hidden, top_k), _tail(tokens, hidden)), tokens, moved
-    )
+    sets, rounds = _allreduce_sets(tokens, hidden, top_k)
     found = _times(group, {"fused": fused, "unfused": unfused}, sets, rounds)
     shared.check()
     return found
+
+
+def has_flashinfer(group: Any, rank: int) -> dict[str, float]:
+    """Whether FlashInfer's kernel is there, for that many ranks."""
+    able = dist.get_world_size(group) in flashinfer_kernel.WORLD_SIZES
+    return {"flashinfer": float(able and peers.flashinfer_finalize() is not None)}
+
+
+def _flashinfer(group: Any, tokens: int, hidden: int, dependent: bool) -> Callable[[Any], Any]:
+    """FlashInfer's kernel on an item of the sets, whose weights come as BF16 beside it."""
+    function = peers.flashinfer_finalize()
+    assert function is not None
+    exchange = flashinfer_kernel.exchange_for(group, tokens, hidden)
+
+    def call(item: Any) -> Any:
+        (x, (residual, _, _, gamma, eps, _)), weights = item
+        return flashinfer_kernel.launch(
+            function,
+            exchange,
+            x.gemm2_permuted,
+            x.expanded_idx_to_permuted_idx,
+            weights,
+            None,
+            1.0,
+            residual,
+            gamma,
+            eps,
+            dependent=dependent,
+        )
+
+    return call
+
+
+def _with_weights(item: Any) -> Any:
+    return item, item[0].expert_weights.bfloat16()
+
+
+def flashinfer(
+    group: Any, rank: int, tokens: int, hidden: int, top_k: int, max_tokens: int
+) -> dict[str, float]:
+    """FlashInfer's kernel on the inputs of :func:`allreduce`; the faster way to launch it counts.
+
+    It finalizes, sums over ranks, adds the residual and norms: no post-norm and no scales, which
+    "fused" has in addition.
+    """
+    torch.manual_seed(rank)
+    sets, rounds = _allreduce_sets(tokens, hidden, top_k)
+    calls = {
+        str(dependent): _flashinfer(group, tokens, hidden, dependent) for dependent in (False, True)
+    }
+    found = _times(group, calls, [_with_weights(item) for item in sets], rounds)
+    return {"flashinfer": min(found.values())}
+
+
+def _not_rounded(
+    group: Any, tokens: int, hidden: int, top_k: int, call: Callable[[Any], Tensor]
+) -> float:
+    """The share of elements of hidden that are not the rounded ones, on the worst rank.
+
+    Without a post-norm and scales. What is right is computed in float64 and rounded where the
+    contract says so: a rank's sum, the sum over ranks, and the sum with the residual.
+    """
+    item = _routes(tokens, hidden, top_k), _tail(tokens, hidden)
+    x, (residual, *_) = item
+    rows = x.gemm2_permuted.view(tokens, top_k, hidden).double()
+    part = round_bf16((rows * x.expert_weights.double()[..., None]).sum(1))
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, part, group=group)
+    total = round_bf16(torch.stack(parts).double().sum(0))
+    right = round_bf16(total.double() + residual.double())
+    wrong = float((call(item) != right).float().mean())
+    shares: list[Any] = [None] * len(parts)
+    dist.all_gather_object(shares, wrong, group=group)
+    return float(max(shares))
+
+
+def rounding(
+    group: Any, rank: int, tokens: int, hidden: int, top_k: int, max_tokens: int
+) -> dict[str, float]:
+    """The share of wrongly rounded elements of operation 8's hidden."""
+    torch.manual_seed(rank)
+    shared = workspace(group, hidden, max_tokens)
+
+    def call(item: Any) -> Tensor:
+        x, (residual, _, _, *following, _) = item
+        plain = (residual, None, None, *following, None)
+        made: Tensor = kernels.beam_finalize_allreduce_norm_residual_norm(
+            MoEOutput(x), *plain, shared
+        )[0]
+        return made
+
+    return {"fused": _not_rounded(group, tokens, hidden, top_k, call)}
+
+
+def flashinfer_rounding(
+    group: Any, rank: int, tokens: int, hidden: int, top_k: int, max_tokens: int
+) -> dict[str, float]:
+    """As :func:`rounding`, of FlashInfer's kernel on the same inputs."""
+    torch.manual_seed(rank)
+    kernel = _flashinfer(group, tokens, hidden, True)
+
+    def call(item: Any) -> Tensor:
+        made: Tensor = kernel(_with_weights(item))[0]
+        return made
+
+    return {"flashinfer": _not_rounded(group, tokens, hidden, top_k, call)}
 
 
 def links(group: Any, rank: int) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """The kernels across GPUs: ``pytest kernels/benchmarks/test_bench_distributed.py``.
 
 H = 7168, K = 8, one rank a GPU. Strategies of operation 6 beside each other, "unfused" being the
-path over NCCL; operation 8 beside its steps over NCCL. Floors: the bytes that oneshot must move at
-the best bandwidth of any streaming kernel in this run, and the bytes that a rank must send at what
-its link carried in this run. ``--results DIR`` says where the JSON goes.
+path over NCCL; operation 8 beside its steps over NCCL and, where :mod:`peers` has built it, beside
+FlashInfer's kernel. Floors: the bytes that oneshot must move at the best bandwidth of any streaming
+kernel in this run, and the bytes that a rank must send at what its link carried in this run.
+``--results DIR`` says where the JSON goes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ import rank_timing
 import timing
 import torch
 
-from moetail.conformance.ranks import RankPool
+from moetail.conformance.ranks import RankError, RankPool
 from moetail.spec import tokens_per_rank
 
 HIDDEN, TOP_K, MAX_TOKENS = 7168, 8, 8192
 GATHER_TOKENS = (1, 8, 32, 128, 512, 2048, 4096, 8192)
 ALLREDUCE_TOKENS = (1, 8, 32, 128, 512)
-# Microseconds of FlashInfer's fused finalize, all-reduce and norm on two H200s, another run.
-FLASHINFER = {1: 7.4, 8: 7.7, 32: 10.2, 128: 26.8, 512: 142.0}
+PEER_TIMEOUT = 60.0  # seconds: a peer's kernel that waits for a rank in vain does so for good
 
 
 class Ranks:
@@ -35,8 +35,10 @@ class Ranks:
         self.rows: list[dict[str, Any]] = []
         self.machine: dict[str, Any] = {}
 
-    def run(self, function: Any, *arguments: int) -> dict[str, float]:
-        outcomes = self.pool.run(self.number, function, *arguments, operation=function.__name__)
+    def run(self, function: Any, *arguments: int, timeout: float | None = None) -> dict[str, float]:
+        outcomes = self.pool.run(
+            self.number, function, *arguments, operation=function.__name__, timeout=timeout
+        )
         for outcome in outcomes:
             assert outcome.error is None, outcome.error.traceback
         result: dict[str, float] = outcomes[0].value
@@ -68,8 +70,34 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     folder: Path = request.config.getoption("--results")
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"bench-distributed-{number}x-{name.lower().replace(' ', '-')}.json"
-    text = json.dumps({"machine": ranks.machine, "rows": ranks.rows}, indent=1)
-    path.write_text(text + "\n")
+    report = {"machine": ranks.machine, "thresholds": thresholds(ranks.rows), "rows": ranks.rows}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+NOISE = 1.02  # a strategy that is slower by less is as good
+
+
+def thresholds(rows: list[dict[str, Any]]) -> dict[str, int | None]:
+    """The workspace's thresholds that these times ask for.
+
+    Of the numbers of tokens that were measured: the largest up to which "oneshot" is always as good
+    as the others (0 if it never is), and the smallest from which "unfused" always is, or None.
+    """
+    oneshot, separate, leads = 0, None, True
+    for row in sorted((r for r in rows if r["operation"] == "gather"), key=lambda r: r["tokens"]):
+        times = {name: row["us"][name] for name in ("oneshot", "twoshot", "unfused")}
+        good = NOISE * min(times.values())
+        leads = leads and times["oneshot"] <= good
+        if leads:
+            oneshot = row["tokens"]
+        if leads or times["unfused"] > good:
+            separate = None
+        elif separate is None:
+            separate = row["tokens"]
+    return {
+        "moe_gather_oneshot_max_tokens": oneshot,
+        "moe_gather_separate_norm_min_tokens": separate,
+    }
 
 
 @pytest.mark.parametrize("tokens", GATHER_TOKENS)
@@ -95,13 +123,23 @@ def test_gather(ranks: Ranks, tokens: int) -> None:
 
 @pytest.mark.parametrize("tokens", ALLREDUCE_TOKENS)
 def test_allreduce(ranks: Ranks, tokens: int) -> None:
-    times = ranks.run(rank_timing.allreduce, tokens, HIDDEN, TOP_K, MAX_TOKENS)
-    row = {
+    sizes = (tokens, HIDDEN, TOP_K, MAX_TOKENS)
+    times = ranks.run(rank_timing.allreduce, *sizes)
+    shares = ranks.run(rank_timing.rounding, *sizes)
+    row: dict[str, Any] = {
         "operation": "all-reduce",
         "tokens": tokens,
         "us": times,
-        "flashinfer_us_other_run": FLASHINFER[tokens],
         "fused_of_unfused": times["fused"] / times["unfused"],
+        # Of hidden, without a post-norm and scales.
+        "not_correctly_rounded": shares,
     }
     ranks.rows.append(row)
+    if ranks.run(rank_timing.has_flashinfer)["flashinfer"]:
+        try:
+            times |= ranks.run(rank_timing.flashinfer, *sizes, timeout=PEER_TIMEOUT)
+            shares |= ranks.run(rank_timing.flashinfer_rounding, *sizes, timeout=PEER_TIMEOUT)
+            row["fused_of_flashinfer"] = times["fused"] / times["flashinfer"]
+        except RankError as error:
+            row["flashinfer_failed"] = str(error)
     print(f"\n{row}")

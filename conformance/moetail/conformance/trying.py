@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from moetail.conformance.adapters import ADAPTERS, NotMapped
 from moetail.conformance.checks import (
     TAIL,
     Check,
@@ -37,14 +38,16 @@ def attempt(
     status, found = CONFORMS, ""
     error: Violation | NotJudged | None = None
     rule, diagnosis, trace = check.rule, "", ""
+    asked = rule
     evidence: list[dict[str, Any]] = []
     try:
-        check.run(tail, trial)
+        _run(check, tail, trial)
     except NotJudged as nothing:
         status, found, error = NOT_JUDGED, str(nothing), nothing
     except Violation as violation:
         status, found, error = VIOLATES, violation.found, violation
         rule, trial, trace = violation.rule, violation.trial, violation.trace
+        asked = rule
         if diagnosing and _worth_it(tail, violation):
             diagnosis, rule = _diagnosed(violation)
         if diagnosing and _is_shown(tail, rule, trial):
@@ -62,13 +65,30 @@ def attempt(
         seconds=round(time.perf_counter() - started, 4),
         found=found,
         diagnosis=diagnosis,
-        repeat=repeat_command(tail.implementation.spec, tail.plan, check.rule, trial)
+        repeat=repeat_command(tail.implementation.spec, tail.plan, asked, trial)
         if status == VIOLATES
         else "",
         trace=trace,
         evidence=evidence,
     )
     return result, error
+
+
+def _run(check: Check, tail: Tail, trial: Trial) -> None:
+    """The check; what an adapter has nothing to map to is not judged.
+
+    Only adapters may say so: anybody else's exception on legal arguments breaks a rule.
+    """
+    try:
+        check.run(tail, trial)
+    except Violation as violation:
+        outcomes = [outcome for run in violation.runs for outcome in run.outcomes]
+        # Also of a call that was not reached, since an earlier one of the trial is not mapped.
+        parts = [outcome.refusal.partition(f"{NotMapped.__name__}: ") for outcome in outcomes]
+        unmapped = [reason for _, found, reason in parts if found]
+        if not unmapped or tail.implementation.spec not in ADAPTERS:
+            raise
+        raise NotJudged(unmapped[0]) from violation
 
 
 def _worth_it(tail: Tail, violation: Violation) -> bool:

@@ -6,7 +6,8 @@ An adapter is a module that provides what maps onto an operation, and beside it:
     NOT_MAPPED    operation -> why nothing of theirs maps onto it
 
 It imports no more of the other package than the functions need, and raises UsageError, which says
-what to install, where the package is not there.
+what to install, where the package is not there. A function raises NotMapped for legal arguments
+that the code behind it does not take: such a case is not judged, and the report says why.
 """
 
 from __future__ import annotations
@@ -14,13 +15,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ADAPTERS", "not_mapped", "versions"]
+__all__ = ["ADAPTERS", "NotMapped", "not_mapped", "versions"]
 
 ADAPTERS: dict[str, str] = {
     "vllm": "moetail.conformance.adapters.vllm",
     "flashinfer": "moetail.conformance.adapters.flashinfer",
 }
 """Module of each adapter by the name that it is chosen by."""
+
+
+class NotMapped(Exception):
+    """Legal arguments that the other package's code is not meant for; the message says which.
+
+    From an adapter this is no refusal, which would break a rule: the case is not judged. Arguments
+    that are not legal must be refused by another exception before.
+    """
 
 
 def versions(implementation: Any) -> Mapping[str, str]:

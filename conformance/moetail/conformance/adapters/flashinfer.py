@@ -1,4 +1,4 @@
-"""FlashInfer's trace reference of its fused all-reduce, from the file of its wheel.
+"""FlashInfer's trace reference of its fused all-reduce, and its kernel where that is compiled.
 
 FlashInfer describes its kernels by traces, some with a reference in torch. That of
 ``allreduce_fusion`` takes the reduced tensor, adds the residual and norms (its pattern 1): the
@@ -9,6 +9,11 @@ will do. The file is that of the installed ``flashinfer-python``, or else of wha
 
 Operation 4 maps (``beam_norm_residual_norm``): the post-norm and the products with the scales come
 from :mod:`moetail.reference`, the residual add, its rounding and the next norm from FlashInfer.
+
+Operation 8 (``beam_finalize_allreduce_norm_residual_norm``) maps to the kernel
+``trtllm_moe_finalize_allreduce_fusion``, which has no trace reference. It is provided on a machine
+with a GPU and the kernel's library; :mod:`.flashinfer_kernel` says how it is built and what of the
+operation it computes.
 """
 
 from __future__ import annotations
@@ -20,7 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.adapters.sources import Source, find_source
+from moetail.conformance.adapters.flashinfer_kernel import LIBRARY, find_library, mapped
+from moetail.conformance.adapters.sources import Source, find_source, release_beside
 from moetail.conformance.implementation import UsageError
 from moetail.reference import Reference
 from moetail.spec import checks
@@ -35,7 +41,12 @@ from moetail.spec.rules import (
     WORKSPACE,
 )
 
-__all__ = ["NOT_MAPPED", "VERSIONS", "beam_norm_residual_norm"]
+__all__ = [
+    "NOT_MAPPED",
+    "VERSIONS",
+    "beam_finalize_allreduce_norm_residual_norm",
+    "beam_norm_residual_norm",
+]
 
 _NAME = "_allreduce_fusion_reference"
 _PATTERN = 1  # all-reduce, residual, RMSNorm
@@ -48,10 +59,6 @@ NOT_MAPPED: dict[str, str] = {
     GATHER: "it has no finalize of owned tokens",
     WORKSPACE: "its workspace holds other things, for its own kernels",
     MOE_OUTPUT: "its finalize is fused into a MoE kernel or into an all-reduce",
-    ALLREDUCE: (
-        "trtllm_moe_finalize_allreduce_fusion needs GPUs that reach each other and a workspace of "
-        "its own, and its trace has no reference: capture its calls, and judge the dumps"
-    ),
 }
 
 
@@ -110,3 +117,25 @@ def beam_norm_residual_norm(
         norm_out=normalized,
     )
     return hidden, None if next_eps is None else normalized
+
+
+beam_finalize_allreduce_norm_residual_norm: Callable[..., tuple[Tensor, Tensor | None]] | None
+"""See :meth:`moetail.spec.MoETail.beam_finalize_allreduce_norm_residual_norm`, or None."""
+
+
+def _finalize_allreduce() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
+    """The operation, or None with the reason in NOT_MAPPED."""
+    library = find_library()
+    if library is not None and torch.cuda.is_available():
+        VERSIONS["trtllm_moe_finalize_allreduce_fusion"] = release_beside(library, "flashinfer")
+        return mapped(library)
+    lacking = f"there is no {LIBRARY}" if library is None else "there is no GPU"
+    NOT_MAPPED[ALLREDUCE] = (
+        "trtllm_moe_finalize_allreduce_fusion has no trace reference, and its kernel runs on GPUs "
+        f"from a library that kernels/benchmarks/peers.py builds: {lacking}. Or capture its calls, "
+        "and judge the dumps"
+    )
+    return None
+
+
+beam_finalize_allreduce_norm_residual_norm = _finalize_allreduce()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moetail.conformance.implementation import UsageError
 
-__all__ = ["Source", "find_source"]
+__all__ = ["Source", "find_source", "release_beside"]
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,16 @@ def find_source(distribution: str, file: str, *, variable: str, known: str) -> S
     return source
 
 
+def release_beside(path: Path, package: str) -> str:
+    """The release of the package whose metadata lies beside a file; "unknown" without."""
+    metadata = path.parent.glob(f"{package}*.dist-info/METADATA")
+    return _release([item.read_text("utf-8") for item in metadata])
+
+
 def _in_folder(folder: Path, file: str) -> Source:
-    package = file.split("/")[0]
     path = folder / file
-    metadata = [item.read_text("utf-8") for item in folder.glob(f"{package}*.dist-info/METADATA")]
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    return Source(str(path), text, _release(metadata))
+    return Source(str(path), text, release_beside(folder / "any", file.split("/")[0]))
 
 
 def _in_wheel(wheel: Path, file: str) -> Source:
