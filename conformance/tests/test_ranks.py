@@ -60,6 +60,10 @@ def world(group: dist.ProcessGroup, rank: int) -> tuple[int, int, int, int]:
     return dist.get_world_size(group), dist.get_rank(group), dist.get_world_size(), threads
 
 
+def variables(group: dist.ProcessGroup, rank: int, *names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
 def echo(group: dist.ProcessGroup, rank: int, value: Any) -> Any:
     return value
 
@@ -620,6 +624,16 @@ def test_ranks_end_with_their_parent(parents: dict[str, subprocess.Popen[str]], 
         assert until(lambda: not any(alive(process) for process in processes))
         if end == "fork":
             assert parent_.stdout.readline() == "copy works\n"
+
+
+def test_variables_for_the_ranks(importable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They find the pool's, unless the user has set others."""
+    monkeypatch.setenv("MOETAIL_SET", "by the user")
+    given = {"MOETAIL_SET": "by the pool", "MOETAIL_UNSET": "by the pool"}
+    with RankPool(1, environment=given) as made:
+        (outcome,) = made.run(1, variables, *given, operation="op")
+    assert outcome.value == ["by the user", "by the pool"]
+    assert "MOETAIL_UNSET" not in os.environ
 
 
 def test_pools_side_by_side(pool: RankPool) -> None:

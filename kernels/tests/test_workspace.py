@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from moetail.conformance.judge import judge
 from moetail.conformance.producers import Case
 from moetail.conformance.ranks import RankPool
 from moetail.kernels import BeamAllReduceWorkspace, ExchangeError
-from moetail.kernels.workspace import _shown
+from moetail.kernels.workspace import MAX_RANKS, _shown
 from moetail.spec import ContractError
 
 GATHER = "beam_moe_finalize_gather_norm_residual_norm"
@@ -158,6 +159,7 @@ def test_another_number_of_tokens_is_an_error_on_both(gpus: RankPool) -> None:
 # --- soak -----------------------------------------------------------------------------------------
 
 SOAK_CALLS = int(os.environ.get("MOETAIL_SOAK", "4000"))
+SOAK_MINUTES = float(os.environ.get("MOETAIL_SOAK_MINUTES", "0"))
 
 
 def soak_cases(ranks: int, rng: random.Random) -> list[Case]:
@@ -185,10 +187,11 @@ def soak_cases(ranks: int, rng: random.Random) -> list[Case]:
     return found
 
 
-def soak(group: Any, rank: int, calls: int) -> tuple[int, int, list[str]]:
+def soak(group: Any, rank: int, calls: int, minutes: float) -> tuple[int, int, list[str]]:
     """Random calls, eager and in graphs, each compared with a judged result of the same arguments.
 
-    Returns the calls made, elements that differed, and what the judge said against the first ones.
+    At least so many calls, for at least so long. Returns the calls made, elements that differed,
+    and what the judge said against the first ones.
     """
     ranks, rng = group.size(), random.Random(7)
     made = BeamAllReduceWorkspace.create(group, 1024, 700, torch.bfloat16)
@@ -230,8 +233,8 @@ def soak(group: Any, rank: int, calls: int) -> tuple[int, int, list[str]]:
         with torch.cuda.graph(graph):
             outputs = [call(index) for index in picked]
         graphs.append((graph, picked, outputs))
-    done = 0
-    while done < calls:
+    done, end = 0, time.monotonic() + 60 * minutes
+    while done < calls or _anybody(group, time.monotonic() < end):
         for _ in range(rng.randint(1, 40)):
             index = rng.randrange(len(cases))
             compare(index, call(index))
@@ -246,10 +249,23 @@ def soak(group: Any, rank: int, calls: int) -> tuple[int, int, list[str]]:
     return done, int(different), faults
 
 
-def test_soak(gpus: RankPool) -> None:
-    """MOETAIL_SOAK says how many calls."""
-    outcomes = gpus.run(2, soak, SOAK_CALLS, operation="soak", timeout=500.0)
+def _anybody(group: Any, wish: bool) -> bool:
+    """Whether some rank wishes it: clocks differ, and all ranks must make the same calls."""
+    wishes: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(wishes, wish, group=group)
+    return any(wishes)
+
+
+def test_soak() -> None:
+    """On all GPUs; MOETAIL_SOAK says how many calls, MOETAIL_SOAK_MINUTES for how long."""
+    ranks = min(torch.cuda.device_count(), MAX_RANKS)
+    if ranks < 2:
+        pytest.skip("needs two GPUs")
+    limit = 500.0 + 60 * SOAK_MINUTES
+    with RankPool(ranks, device="cuda", timeout=limit) as pool:
+        outcomes = pool.run(ranks, soak, SOAK_CALLS, SOAK_MINUTES, operation="soak")
     for done, different, faults in values(outcomes):
+        print(f"\n{done} calls on each of {ranks} ranks, {different} elements differ")
         assert not faults, "\n".join(faults)
         assert done >= SOAK_CALLS
         assert different == 0

@@ -7,9 +7,10 @@ import pkgutil
 from collections.abc import Iterable, Sequence
 
 from moetail.conformance.checks import CHECKS, PROFILES, TAIL, Check, Plan, Trial, all_trials
-from moetail.conformance.implementation import UsageError
+from moetail.conformance.implementation import Implementation, UsageError
 from moetail.conformance.precedence import precedence
 from moetail.conformance.results import only
+from moetail.conformance.workspaces import makes_virtual
 from moetail.spec import ContractError
 from moetail.spec.rules import OPERATIONS, RULES, operation, rule
 
@@ -40,8 +41,13 @@ def make_plan(
     ranks: str = "1,2,3,4,8",
     device: str = "cpu",
     timeout: object = 60,
+    virtual_ranks: bool = False,
+    implementation: Implementation | None = None,
 ) -> Plan:
-    """A plan from what was typed; UsageError names what is wrong and what is allowed."""
+    """A plan from what was typed; UsageError names what is wrong and what is allowed.
+
+    With an implementation it is also an error to ask for virtual ranks that it cannot make.
+    """
     if profile not in PROFILES:
         raise UsageError(f"--profile: {profile!r}; allowed: {', '.join(PROFILES)}")
     sizes = sorted({_integer("--ranks", part, 1) for part in str(ranks).split(",")})
@@ -52,12 +58,21 @@ def make_plan(
             raise UsageError("--device: 'cuda', but torch finds no GPU here; allowed: cpu")
     elif device != "cpu":
         raise UsageError(f"--device: {device!r}; allowed: cpu, cuda")
+    if virtual_ranks and implementation is not None and not makes_virtual(implementation):
+        raise UsageError(
+            f"--virtual-ranks: {implementation.spec} has no BeamAllReduceWorkspace.virtual; "
+            "allowed: an implementation with that classmethod, virtual(world_size, hidden_size, "
+            "max_tokens, device), which returns one workspace for each rank"
+        )
     return Plan(
         profile=profile,
         seed=_integer("--seed", seed, 0),
         ranks=tuple(sizes),
         device=device,
         timeout=float(_integer("--rank-timeout", timeout, 1)),
+        virtual_ranks=virtual_ranks,
+        # Memory that GPUs share takes a hundred times as long to make as a call takes.
+        keep_workspaces=device == "cuda",
     )
 
 

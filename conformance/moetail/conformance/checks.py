@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from moetail.conformance import ranks, variations
@@ -31,7 +32,8 @@ from moetail.conformance.implementation import Implementation, load
 from moetail.conformance.judge import Verdict, judge
 from moetail.conformance.producers import Case
 from moetail.conformance.ranks import RankError, RankPool
-from moetail.conformance.workspaces import describe_workspace
+from moetail.conformance.together import ENVIRONMENT, Lost, execute_together
+from moetail.conformance.workspaces import Unsupported, describe_workspace
 from moetail.spec import operation, rule
 from moetail.spec.rules import WORKSPACE
 
@@ -66,6 +68,9 @@ class Plan:
         ranks: the numbers of ranks that distributed operations run with.
         device: "cpu" or "cuda".
         timeout: seconds that a distributed call may take.
+        virtual_ranks: all ranks of a distributed operation run on one GPU, in one process.
+        keep_workspaces: a workspace serves one trial after the other, where making one takes long;
+            what is wrong then is tried on a new one before it is believed.
     """
 
     profile: str = "quick"
@@ -73,6 +78,8 @@ class Plan:
     ranks: tuple[int, ...] = (1, 2, 3, 4, 8)
     device: str = "cpu"
     timeout: float = 60.0
+    virtual_ranks: bool = False
+    keep_workspaces: bool = False
 
     def pick(self, quick: int, full: int, soak: int | None = None) -> int:
         """The number for this profile."""
@@ -91,6 +98,7 @@ class Plan:
             "seed": self.seed,
             "ranks": list(self.ranks),
             "device": self.device,
+            **({"virtual_ranks": True} if self.virtual_ranks else {}),
         }
 
     def group_sizes(self, name: str) -> tuple[int, ...]:
@@ -221,6 +229,8 @@ class Tail:
     Attributes:
         rule, trial, tally: what is being decided, and how much was looked at so far.
         ended: operations that left a rank behind, and how; they are not tried again.
+        fresh: no workspace may have served earlier trials.
+        shared: one of this trial's may have.
         diagnosed: the sizes of the violations that were diagnosed, by rule and operation.
         shown: the sizes of the smallest and the largest violation so far, by the rule that was
             named and operation; a report shows those.
@@ -232,6 +242,8 @@ class Tail:
     trial: Trial | None = None
     tally: Tally = field(default_factory=Tally)
     ended: dict[str, str] = field(default_factory=dict)
+    fresh: bool = False
+    shared: bool = False
     diagnosed: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     shown: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     _pool: RankPool | None = None
@@ -244,8 +256,16 @@ class Tail:
     def pool(self) -> RankPool:
         """The rank processes, started when first needed."""
         if self._pool is None:
+            size, environment = max(self.plan.ranks), {}
+            if self.plan.virtual_ranks:
+                size, environment = 1, ENVIRONMENT
+            elif self.plan.device == "cuda":
+                size = max(1, min(size, torch.cuda.device_count()))
             self._pool = RankPool(
-                max(self.plan.ranks), device=self.plan.device, timeout=self.plan.timeout
+                size,
+                device=self.plan.device,
+                timeout=self.plan.timeout,
+                environment=environment,
             )
         return self._pool
 
@@ -256,26 +276,63 @@ class Tail:
 
     def begin(self, rule_id: str, trial: Trial) -> None:
         """Everything from here on counts for this rule and trial."""
-        self.rule, self.trial, self.tally = rule_id, trial, Tally()
+        self.rule, self.trial, self.tally, self.shared = rule_id, trial, Tally(), False
 
     # --- running ------------------------------------------------------------------------------
 
     def run(self, *steps: Step) -> list[Run]:
         """Carry out steps, on all ranks of a distributed operation with one workspace."""
-        first = steps[0].case
-        arguments = (self.implementation.spec, self.plan.device, tuple(steps))
-        if operation(first.operation).distributed:
-            returned = self.pool.run(first.ranks, execute, *arguments, operation=first.operation)
-            by_rank = [_outcomes(outcome, len(steps)) for outcome in returned]
+        case, device = steps[0].case, self.plan.device
+        if operation(case.operation).distributed:
+            keep = self.plan.keep_workspaces and not self.fresh
+            self.shared |= keep
+            on_ranks = self._on_virtual_ranks if self.plan.virtual_ranks else self._on_ranks
+            by_rank = on_ranks(case, (self.implementation.spec, device, steps, keep))
         else:
-            by_rank = [execute(None, 0, *arguments)]
-        by_step = zip(*by_rank, strict=True)
+            by_rank = [execute(None, 0, self.implementation.spec, device, steps)]
+        by_step = zip(*(_padded(outcomes, len(steps)) for outcomes in by_rank), strict=True)
         return [Run(step, list(each)) for step, each in zip(steps, by_step, strict=True)]
+
+    def _on_ranks(self, case: Case, arguments: tuple[Any, ...]) -> list[list[Outcome]]:
+        """Each rank's outcomes, up to one that raised."""
+        self._need_gpus(case.ranks)
+        returned = self.pool.run(case.ranks, execute, *arguments, operation=case.operation)
+        return [_outcomes(outcome) for outcome in returned]
+
+    def _on_virtual_ranks(self, case: Case, arguments: tuple[Any, ...]) -> list[list[Outcome]]:
+        """As :meth:`_on_ranks`, in one process of the pool, which a call that hangs can take."""
+        name, ranks = case.operation, range(case.ranks)
+        try:
+            (returned,) = self.pool.run(1, execute_together, case.ranks, *arguments, operation=name)
+        except RankError as error:
+            message = f"the {case.ranks} virtual ranks {error.reason} in {name}"
+            raise RankError(message, ranks, name, error.reason, error.details) from error
+        if returned.error is None:
+            return list(returned.value)
+        found = returned.error.exception
+        if isinstance(found, Unsupported):
+            raise NotJudged(str(found))
+        if isinstance(found, Lost):
+            message = f"{found} in {name} ({case.ranks} virtual ranks)"
+            raise RankError(message, ranks, name, str(found), returned.error.traceback)
+        raise RuntimeError(
+            f"the virtual ranks failed outside the operation: {returned.error.type}: "
+            f"{returned.error.message}\n{returned.error.traceback}"
+        )
+
+    def _need_gpus(self, ranks: int) -> None:
+        if self.plan.device == "cuda" and ranks > (found := torch.cuda.device_count()):
+            raise NotJudged(
+                f"{ranks} ranks need as many GPUs, not {found}; --virtual-ranks puts them on one"
+            )
 
     def workspaces(
         self, size: int, hidden_size: int, max_tokens: int, dtype: str
     ) -> list[dict[str, Any]]:
         """What ``BeamAllReduceWorkspace.create`` made on each rank of a group of ``size``."""
+        if self.plan.virtual_ranks:
+            raise NotJudged("create takes a process group, which virtual ranks do not have")
+        self._need_gpus(size)
         returned = self.pool.run(
             size,
             describe_workspace,
@@ -419,8 +476,8 @@ class Tail:
             )
 
 
-def _outcomes(returned: ranks.Outcome, steps: int) -> list[Outcome]:
-    """A rank's outcomes, step by step, also where the operation raised on the way."""
+def _outcomes(returned: ranks.Outcome) -> list[Outcome]:
+    """A rank's outcomes, up to the step that raised if one did."""
     if returned.error is None:
         return list(returned.value)
     raised = returned.error.exception
@@ -429,8 +486,14 @@ def _outcomes(returned: ranks.Outcome, steps: int) -> list[Outcome]:
             f"rank {returned.rank} failed outside the operation: {returned.error.type}: "
             f"{returned.error.message}\n{returned.error.traceback}"
         )
-    missing = Outcome(refusal=f"not reached, since an earlier call raised {raised}")
-    return [*raised.outcomes, *[missing] * (steps - len(raised.outcomes))]
+    return raised.outcomes
+
+
+def _padded(outcomes: list[Outcome], steps: int) -> list[Outcome]:
+    """One outcome for each step, also for those behind one that raised."""
+    last = outcomes[-1].refusal or "on another rank"
+    missing = Outcome(refusal=f"not reached, since an earlier call raised {last}")
+    return [*outcomes, *[missing] * (steps - len(outcomes))]
 
 
 class _Decide(Protocol):
@@ -470,16 +533,52 @@ class Check:
         tail.begin(self.rule, trial)
         if trial.operation in tail.ended:
             raise NotJudged(f"ended by an earlier trial: {tail.ended[trial.operation]}")
+        found = self._tried(tail, trial)
+        if found is not None and tail.shared:
+            found = self._tried_afresh(tail, trial, found)
+        if isinstance(found, RankError):
+            # Every further trial would wait as long.
+            tail.ended[trial.operation] = _said(found)
+            raise tail.violation(_said(found)) from found
+        if found is not None:
+            raise found
+        return tail.tally
+
+    def _tried(self, tail: Tail, trial: Trial) -> Violation | NotJudged | RankError | None:
+        """What speaks against the trial."""
         try:
             self.decide(tail, trial)
-        except RankError as error:
-            # Every further trial would wait as long.
-            found = str(error).replace("raised Raised: ", "raised ")
-            tail.ended[trial.operation] = found
-            raise tail.violation(found) from error
-        if tail.tally.judged == 0:
-            raise NotJudged("no element and no comparison")
-        return tail.tally
+        except (Violation, NotJudged, RankError) as error:
+            return error
+        except Exception as error:
+            if tail.fresh or not tail.shared:
+                raise
+            return NotJudged(f"{type(error).__name__}: {error}")  # and tried again
+        return NotJudged("no element and no comparison") if tail.tally.judged == 0 else None
+
+    def _tried_afresh(
+        self, tail: Tail, trial: Trial, found: Violation | NotJudged | RankError
+    ) -> Violation | NotJudged | RankError | None:
+        """What speaks against it on workspaces that have served no other trial.
+
+        If nothing does any more, what they served before is to blame, and RUN-5 is broken.
+        """
+        tail.begin(self.rule, trial)
+        tail.fresh = True
+        again = self._tried(tail, trial)
+        if again is not None or isinstance(found, NotJudged):
+            tail.fresh = False
+            undecided = isinstance(again, NotJudged) and not isinstance(found, NotJudged)
+            return found if undecided else again
+        # From here on every trial gets new workspaces, or each would be tried twice.
+        tail.rule = "RUN-5"
+        return tail.violation(
+            f"on a workspace that served earlier calls, and not on a new one: {_said(found)}"
+        )
+
+
+def _said(found: Exception) -> str:
+    return str(found).replace("raised Raised: ", "raised ")
 
 
 CHECKS: list[Check] = []
@@ -514,6 +613,8 @@ def repeat_command(spec: str, plan: Plan, rule_id: str, trial: Trial) -> str:
     words += ["--case", trial.id]
     if plan.device != "cpu":
         words += ["--device", plan.device]
+    if plan.virtual_ranks:
+        words.append("--virtual-ranks")
     return shlex.join(words)
 
 

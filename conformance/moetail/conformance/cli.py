@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from moetail.conformance import marked, plugin
 from moetail.conformance.implementation import UsageError
-from moetail.conformance.results import NOT_JUDGED, Results
+from moetail.conformance.results import NOT_JUDGED, Results, count
 
 __all__ = ["app", "main"]
 
@@ -132,6 +133,14 @@ def check(
     ranks: Annotated[
         str, typer.Option(help="Numbers of ranks for distributed operations.")
     ] = "1,2,3,4,8",
+    virtual_ranks: Annotated[
+        bool,
+        typer.Option(
+            "--virtual-ranks",
+            help="Run all ranks on one GPU, each on a stream of its own, with workspaces from "
+            "the implementation's BeamAllReduceWorkspace.virtual.",
+        ),
+    ] = False,
     profile: Annotated[str, typer.Option(help="quick, full or soak.")] = "quick",
     case: Annotated[str, typer.Option(help="Only the trial of this id.")] = "",
     seed: Annotated[int, typer.Option(help="Shifts the seed of every case.")] = 0,
@@ -166,12 +175,21 @@ def check(
     torch.set_num_threads(1)
     device = _device(impl, device, require_gpu)
     implementation = load(impl)
-    make_plan(profile=profile, seed=seed, ranks=ranks, device=device, timeout=rank_timeout)
+    make_plan(
+        profile=profile,
+        seed=seed,
+        ranks=ranks,
+        device=device,
+        timeout=rank_timeout,
+        virtual_ranks=virtual_ranks,
+        implementation=implementation,
+    )
     operations, rules = operations_named(op or []), rules_named(rule or [])
     case_named(case)
 
     arguments = ["--impl", implementation.spec, "--device", device, "--ranks", ranks]
     arguments += ["--profile", profile, "--seed", str(seed), "--rank-timeout", str(rank_timeout)]
+    arguments += ["--virtual-ranks"] if virtual_ranks else []
     arguments += [word for name in operations for word in ("--op", name)]
     arguments += [word for name in rules for word in ("--rule", name)]
     if case:
@@ -200,6 +218,9 @@ def check(
         console.print()
     for name, why in not_mapped(implementation.target).items():
         console.print(f"Not mapped: {name}: {why}", markup=False, soft_wrap=True)
+    if results.verdict != NOT_JUDGED:
+        for why in _undecided(results):
+            console.print(f"Not judged: {why}", markup=False, soft_wrap=True)
     if results.stopped:
         console.print(f"The run ended early: {results.stopped}.", markup=False)
     if report is not None:
@@ -254,6 +275,12 @@ def _why_nothing(results: Results) -> str:
         return f"{results.implementation} provides none of the operations: {names}."
     reasons = sorted({trial.found for trial in results.trials if trial.found})
     return "\n".join(reasons) or "No trial fits what was asked for."
+
+
+def _undecided(results: Results) -> list[str]:
+    """Why some cases were not judged, the most frequent reasons first."""
+    reasons = Counter(trial.found for trial in results.trials if trial.status == NOT_JUDGED)
+    return [f"{count(number, 'case')}: {why}" for why, number in reasons.most_common(5)]
 
 
 def _to_fill(implementation: str) -> str:

@@ -7,21 +7,21 @@ refused, and which arguments changed.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moetail.conformance import variations
-from moetail.conformance.implementation import load
+from moetail.conformance.implementation import Implementation, load
 from moetail.conformance.producers import Case
-from moetail.reference import BeamAllReduceWorkspace
-from moetail.reference.operations import all_gather
+from moetail.conformance.workspaces import CountingGather, Workspaces, real
 from moetail.spec import operation
 from moetail.spec.rules import FINALIZE
 
@@ -29,14 +29,18 @@ __all__ = [
     "EAGER",
     "GRAPH",
     "STREAM",
+    "Call",
     "Outcome",
     "Raised",
     "Step",
     "bits",
     "execute",
+    "filled_memory",
     "flatten",
+    "late",
     "outputs",
     "same_bits",
+    "wanted",
 ]
 
 
@@ -60,7 +64,8 @@ class Step:
         snapshot: compare every argument's bits before and after (needs a copy of each).
         thresholds: (moe_gather_oneshot_max_tokens, moe_gather_separate_norm_min_tokens) to set on
             the workspace, or None to leave them.
-        max_tokens: of the workspace; 0 takes the largest T of the steps.
+        max_tokens: of the workspace, which is then made for these steps alone; 0 takes the largest
+            T of the steps, or a workspace for more that has served calls before.
     """
 
     case: Case
@@ -150,28 +155,24 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(bits(left), bits(right.to(left.device)))
 
 
-def _switch() -> Any:
-    return torch.utils.deterministic
-
-
-@contextmanager
-def _filled_memory() -> Iterator[None]:
-    """Fresh floating-point tensors hold NaN, by torch's own switch for finding such faults."""
-    before = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = _switch().fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    _switch().fill_uninitialized_memory = True
+@contextlib.contextmanager
+def filled_memory(filled: bool) -> Iterator[None]:
+    """Fresh floating-point tensors hold NaN, by torch's own switch for finding such faults; if not
+    ``filled``, nothing changes. The switch is the process's, not the thread's."""
+    if not filled:
+        yield
+        return
+    # Unlike use_deterministic_algorithms, the debug mode does not import the compiler first.
+    mode = torch.get_deterministic_debug_mode()
+    switch: Any = torch.utils.deterministic
+    fills = switch.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode(1)  # warns where an operation is not deterministic
+    switch.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before, warn_only=warn_only)
-        _switch().fill_uninitialized_memory = filled
-
-
-@contextmanager
-def _unfilled_memory() -> Iterator[None]:
-    yield
+        torch.set_deterministic_debug_mode(mode)
+        switch.fill_uninitialized_memory = fills
 
 
 def _refill(previous: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
@@ -230,126 +231,159 @@ class _Guards:
         return tuple(dict.fromkeys(changed))
 
 
-class _CountingGather:
-    """The workspace's hook: torch.distributed's own collective, counted."""
+class Call:
+    """One rank's call of a step: its arguments, and what is compared before and after it.
 
-    def __init__(self) -> None:
-        self.calls = 0
+    Attributes:
+        step, rank, device, workspace: whose call it is, where, and with what (None if local).
+        hook: counts the workspace's gathers.
+        placed: the case's arguments where the step put them, for a step that reuses them.
+        pairs: where the step's mode is not EAGER, each argument's tensor, which holds other values
+            for now, and the case's values.
+        value, refusal, trace: what came of it, as in :class:`Outcome`.
+    """
 
-    def __call__(self, output: Tensor, source: Tensor, group: Any = None) -> None:
-        self.calls += 1
-        all_gather()(output, source, group=group)
+    def __init__(
+        self,
+        loaded: Implementation,
+        step: Step,
+        rank: int,
+        device: torch.device,
+        previous: dict[str, Any],
+        workspace: Any = None,
+        hook: CountingGather | None = None,
+    ) -> None:
+        self.step, self.rank, self.device = step, rank, device
+        self.workspace, self.hook = workspace, hook
+        self.value: Any = None
+        self.refusal = self.trace = ""
+        self._function = loaded.get(step.case.operation)
+        arguments = step.case.arguments(rank, str(device))
+        if step.reuse:
+            arguments = _refill(previous, arguments)
+        self.placed = arguments
+        if step.variation:
+            arguments = variations.apply(step.variation, step.case, rank, arguments)
+        self._guards = _Guards()
+        if step.guard:
+            arguments = self._guards.place(arguments)
+        self._tensors = {name: item for name, item in flatten(arguments) if not item.is_meta}
+        self._before = (
+            {name: tensor.clone() for name, tensor in self._tensors.items()}
+            if step.snapshot
+            else {}
+        )
+        self._destination = arguments["output"] if step.case.operation == FINALIZE else None
+        if step.fill and self._destination is not None:
+            self._destination.fill_(float("nan"))
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+        if step.mode != EAGER:
+            other = step.case.replace(seed=step.case.seed + 1)
+            self.pairs = _exchange(arguments, other.arguments(rank, str(device)))
+        self._arguments = arguments
+        if workspace is not None:
+            if hasattr(workspace, "all_gather"):
+                workspace.all_gather = hook
+            self._arguments = {**arguments, "workspace": workspace}
+
+    def compute(self) -> Any:
+        """What the implementation returns for the arguments."""
+        return self._function(**self._arguments)
+
+    def attempt(self, compute: Callable[[], Any]) -> None:
+        """Keep what ``compute`` returns or raises."""
+        try:
+            self.value = compute()
+        except Exception as error:  # any exception is a refusal, whatever the check makes of it
+            self.value = None
+            self.refusal, self.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+
+    def outcome(self) -> Outcome:
+        """What came of it, and what it changed; nothing may be under way on the device."""
+        changed = tuple(
+            name
+            for name, copy in self._before.items()
+            if not (self._tensors[name] is self._destination and not self.refusal)
+            and not same_bits(copy, self._tensors[name])
+        )
+        changed += self._guards.broken()
+        value, destination = self.value, self._destination
+        returned = destination is None or (
+            isinstance(value, Tensor)
+            and value.data_ptr() == destination.data_ptr()
+            and value.shape == destination.shape
+        )
+        if destination is not None and isinstance(value, Tensor):
+            value = value.clone()  # a later step may write the same destination
+        calls = 0 if self.hook is None else self.hook.calls
+        return Outcome(value, self.refusal, self.trace, changed, returned, calls)
 
 
-class _Workspaces:
-    """One workspace for each hidden size, for all steps of a check."""
+def wanted(steps: tuple[Step, ...]) -> list[tuple[int, int, bool]]:
+    """What the steps want of a workspace: H, ``max_tokens``, and whether it must be a new one.
 
-    def __init__(self, implementation: Any, group: Any, steps: tuple[Step, ...]) -> None:
-        self._factory: Any = implementation.target
-        self._group = group
-        self._steps = steps
-        self._made: dict[int, Any] = {}
+    One that an earlier call has broken would refuse whatever comes, and so hide what is accepted.
+    """
 
-    def get(self, step: Step) -> Any:
-        hidden = step.case.hidden
-        if hidden not in self._made:
-            tokens = [s.max_tokens or s.case.tokens for s in self._steps if s.case.hidden == hidden]
-            factory: Any = getattr(self._factory, "BeamAllReduceWorkspace", None)
-            if factory is None:
-                factory = BeamAllReduceWorkspace  # the reference's serves who brings none
-            workspace = factory.create(self._group, hidden, max(tokens), torch.bfloat16)
-            if workspace is None:
-                raise RuntimeError(
-                    f"BeamAllReduceWorkspace.create returned None for {self._group.size()} ranks, "
-                    f"hidden size {hidden}, BF16: the implementation does not support this machine"
-                )
-            self._made[hidden] = workspace
-        workspace = self._made[hidden]
-        if step.thresholds is not None:
-            (
-                workspace.moe_gather_oneshot_max_tokens,
-                workspace.moe_gather_separate_norm_min_tokens,
-            ) = step.thresholds
-        return workspace
+    def new(step: Step) -> bool:
+        refused = bool(step.variation) and step.variation not in variations.NEUTRAL
+        return refused or step.max_tokens > 0
+
+    return [(step.case.hidden, step.max_tokens or step.case.tokens, new(step)) for step in steps]
 
 
 def execute(
-    group: Any, rank: int, implementation: str, device: str, steps: tuple[Step, ...]
+    group: Any,
+    rank: int,
+    implementation: str,
+    device: str,
+    steps: tuple[Step, ...],
+    keep: bool = False,
 ) -> list[Outcome]:
-    """Carry out the steps on one rank; ``group`` is None for local operations."""
+    """Carry out the steps on one rank.
+
+    Args:
+        group: the process group; None for local operations.
+        rank: this process's.
+        implementation: as :func:`moetail.conformance.implementation.load` takes it.
+        device: "cpu" or "cuda".
+        steps: the calls, in order.
+        keep: workspaces may have served earlier executions, and are kept for later ones.
+
+    Raises:
+        Raised: a distributed operation raised; the steps behind it are not carried out.
+    """
     if device == "cuda" and group is not None:
         device = f"cuda:{rank}"
     loaded = load(implementation)
-    workspaces = _Workspaces(loaded, group, steps)
+    workspaces = Workspaces(real(loaded, group), implementation, group, wanted(steps), keep)
     outcomes: list[Outcome] = []
     previous: dict[str, Any] = {}
-    for step in steps:
-        arguments = step.case.arguments(rank, device)
-        if step.reuse:
-            arguments = _refill(previous, arguments)
-        previous = arguments
-        if step.variation:
-            arguments = variations.apply(step.variation, step.case, rank, arguments)
-        function = loaded.get(step.case.operation)
-        outcomes.append(_call(function, step, rank, arguments, workspaces, torch.device(device)))
-        if group is not None and outcomes[-1].refusal:
-            raise Raised(outcomes)
+    try:
+        for step in steps:
+            workspace, hook = None, None
+            if operation(step.case.operation).distributed:
+                ((workspace, own),) = workspaces.get(step.case.hidden, step.thresholds)
+                hook = CountingGather(own)
+            call = Call(loaded, step, rank, torch.device(device), previous, workspace, hook)
+            previous = call.placed
+            with filled_memory(step.fill):
+                call.attempt(partial(_alone, call))
+            outcomes.append(call.outcome())
+            del call  # its copies of the arguments may be large
+            if group is not None and outcomes[-1].refusal:
+                raise Raised(outcomes)
+    except BaseException:
+        workspaces.drop()
+        raise
     return outcomes
 
 
-def _call(
-    function: Callable[..., Any],
-    step: Step,
-    rank: int,
-    arguments: dict[str, Any],
-    workspaces: _Workspaces,
-    device: torch.device,
-) -> Outcome:
-    guards = _Guards()
-    if step.guard:
-        arguments = guards.place(arguments)
-    tensors = {name: tensor for name, tensor in flatten(arguments) if not tensor.is_meta}
-    before = {name: tensor.clone() for name, tensor in tensors.items()} if step.snapshot else {}
-    destination = arguments["output"] if step.case.operation == FINALIZE else None
-    extra: dict[str, Any] = {}
-    hook = _CountingGather()
-    if operation(step.case.operation).distributed:
-        workspace = workspaces.get(step)
-        if hasattr(workspace, "all_gather"):
-            workspace.all_gather = hook
-        extra["workspace"] = workspace
-    filled = _filled_memory() if step.fill else _unfilled_memory()
-    if step.fill and destination is not None:
-        destination.fill_(float("nan"))
-    pairs: list[tuple[Tensor, Tensor]] = []
-    if step.mode != EAGER:
-        other = step.case.replace(seed=step.case.seed + 1)
-        pairs = _exchange(arguments, other.arguments(rank, device))
-    value, refusal, trace = None, "", ""
-    with filled:  # outside of the try, so that a fault of the switch is none of the operation's
-        try:
-            if step.mode == EAGER:
-                value = function(**arguments, **extra)
-            else:
-                value = _RUN[step.mode](function, arguments, pairs, extra)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        except Exception as error:  # any exception is a refusal, whatever the check makes of it
-            refusal, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-    changed = tuple(
-        name
-        for name, copy in before.items()
-        if not (tensors[name] is destination and not refusal) and not same_bits(copy, tensors[name])
-    )
-    changed += guards.broken()
-    returned = destination is None or (
-        isinstance(value, Tensor)
-        and value.data_ptr() == destination.data_ptr()
-        and value.shape == destination.shape
-    )
-    if destination is not None and isinstance(value, Tensor):
-        value = value.clone()  # a later step may write the same destination
-    return Outcome(value, refusal, trace, changed, returned, hook.calls)
+def _alone(call: Call) -> Any:
+    value = call.compute() if call.step.mode == EAGER else _RUN[call.step.mode](call)
+    if call.device.type == "cuda":
+        torch.cuda.synchronize(call.device)
+    return value
 
 
 _DELAY_CYCLES = 20_000_000  # about 10 ms
@@ -366,41 +400,35 @@ def _exchange(arguments: dict[str, Any], other: dict[str, Any]) -> list[tuple[Te
     return pairs
 
 
-def _on_a_stream(
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    pairs: list[tuple[Tensor, Tensor]],
-    extra: dict[str, Any],
-) -> Any:
-    """On another stream, where the values of ``pairs`` arrive late; elsewhere they are missing."""
-    function(**arguments, **extra)  # whatever is built or loaded on first use
+def late(call: Call) -> Any:
+    """The call on the current stream, where its values arrive late; elsewhere they are missing."""
+    torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
+    for tensor, values in call.pairs:
+        tensor.copy_(values)
+    return call.compute()
+
+
+def _on_a_stream(call: Call) -> Any:
+    call.compute()  # whatever is built or loaded on first use
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(_DELAY_CYCLES)  # type: ignore[no-untyped-call]
-        for tensor, values in pairs:
-            tensor.copy_(values)
-        value = function(**arguments, **extra)
+        value = late(call)
     stream.synchronize()
     return value
 
 
-def _in_a_graph(
-    function: Callable[..., Any],
-    arguments: dict[str, Any],
-    pairs: list[tuple[Tensor, Tensor]],
-    extra: dict[str, Any],
-) -> Any:
-    """Captured and replayed on other values, then replayed twice on those of ``pairs``."""
+def _in_a_graph(call: Call) -> Any:
+    """Captured and replayed on other values, then replayed twice on the case's."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        function(**arguments, **extra)
+        call.compute()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        value = function(**arguments, **extra)
+        value = call.compute()
     graph.replay()
-    for tensor, values in pairs:
+    for tensor, values in call.pairs:
         tensor.copy_(values)
     graph.replay()
     graph.replay()

@@ -56,6 +56,11 @@ def pytest_load_initial_conftests(
     group.addoption("--rule", action="append", default=[], help="only this rule (repeatable)")
     group.addoption("--device", default="cpu", help="cpu or cuda")
     group.addoption("--ranks", default="1,2,3,4,8", help="numbers of ranks, such as 1,2,4")
+    group.addoption(
+        "--virtual-ranks",
+        action="store_true",
+        help="all ranks on one GPU, with workspaces from BeamAllReduceWorkspace.virtual",
+    )
     group.addoption("--profile", default="quick", help="quick, full or soak")
     group.addoption("--case", default="", help="only the trial of this id")
     group.addoption("--seed", default="0", help="shifts the seed of every case")
@@ -81,15 +86,17 @@ def _configure(config: pytest.Config) -> None:
     from moetail.conformance.results import Results
 
     option = config.getoption
+    implementation = load(option("--impl"))
     plan = make_plan(
         profile=option("--profile"),
         seed=option("--seed"),
         ranks=option("--ranks"),
         device=option("--device"),
         timeout=option("--rank-timeout"),
+        virtual_ranks=option("--virtual-ranks"),
+        implementation=implementation,
     )
     case_named(option("--case"))
-    implementation = load(option("--impl"))
     config.stash[_PLAN] = plan
     config.stash[_RESULTS] = Results(
         implementation=implementation.spec,

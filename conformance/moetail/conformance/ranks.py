@@ -40,7 +40,7 @@ import time
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -59,6 +59,7 @@ PRELOAD: tuple[str, ...] = (
     "moetail.conformance.producers",
     "moetail.conformance.judge",
     "moetail.conformance.execution",
+    "moetail.conformance.together",
     "moetail.conformance.mutants",
     "moetail.conformance.variants",
 )
@@ -142,6 +143,7 @@ class RankPool:
         device: "cpu" (gloo) or "cuda" (NCCL, rank r on ``cuda:r``).
         timeout: seconds that a call may take.
         grace: seconds that the other ranks get once one has failed, to fail or finish too.
+        environment: more variables for the ranks; what the user has set stays.
 
     Threads may share a pool; their calls run one after the other.
     """
@@ -153,6 +155,7 @@ class RankPool:
         device: str = "cpu",
         timeout: float = 60.0,
         grace: float = 3.0,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"a pool needs at least one rank, not {size}")
@@ -162,7 +165,7 @@ class RankPool:
         self.device = device
         self.timeout = timeout
         self.grace = grace
-        self._server = _Server(device)
+        self._server = _Server(device, environment or {})
         self._last = "the start of the rank pool"
         self._closed = False
         # Runs when the pool is collected and when the interpreter exits, whichever comes first.
@@ -534,8 +537,9 @@ def _dumps(value: Any) -> bytes:
 class _Server:
     """The server process, started when it is needed, and the sockets of its ranks."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, environment: Mapping[str, str]) -> None:
         self.device = device
+        self.environment = environment
         self.lock = threading.RLock()
         self.pids: tuple[int, ...] = ()
         self.calls: list[socket.socket] = []
@@ -661,7 +665,7 @@ class _Server:
         self._directory = tempfile.mkdtemp(prefix="moetail-ranks-")
         here, there = socket.socketpair()
         environment = dict(os.environ)
-        for name, value in _environment(self.device).items():
+        for name, value in {**_environment(self.device), **self.environment}.items():
             environment.setdefault(name, value)
         with there:
             try:

@@ -127,6 +127,10 @@ class BeamAllReduceWorkspace:
     every T. Without multicast, "twoshot" sends two rows where "oneshot" sends one, and links are
     slower than memory. With another link it may pay, so both thresholds can be assigned.
 
+    For four and eight ranks they are an estimate from that: of T tokens on W ranks, "twoshot" spares
+    a rank T * (W - 1) / W rows of the residual, and sends and receives as many rows more than
+    "oneshot", each of which is written, read and emptied. That is a loss for every W.
+
     Attributes:
         deadline_s: how long a kernel waits for a rank before it gives up, in seconds. A graph
             keeps the value it was captured with.
@@ -217,7 +221,9 @@ class BeamAllReduceWorkspace:
         Each rank's calls go to a stream of its own, since the kernels of all ranks must run at the
         same time: no call may wait on the host, or on a stream, for another rank's. Grids are
         small enough for that, if nothing else keeps the GPU busy for good. A kernel's first launch
-        may wait for the GPU to be idle: set CUDA_MODULE_LOADING=EAGER before CUDA starts.
+        may wait for the GPU to be idle: set CUDA_MODULE_LOADING=EAGER before CUDA starts; and
+        streams that share a connection to the GPU wait for each other: set
+        CUDA_DEVICE_MAX_CONNECTIONS=32, too, for eight ranks.
         "unfused" gathers through the exchange, as there is no process group.
         """
         check_workspace_request(hidden_size, max_tokens)
