@@ -200,6 +200,114 @@ def _machine(path: Path) -> str:
     return f"{machine.get('gpu', '')}: {', '.join(facts)}." if facts else ""
 
 
+def figures() -> str:
+    """Tables of what the benchmarks left in conformance/results."""
+    parts = []
+    for path in sorted(RESULTS.glob("bench-*.json")):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        machine, rows = report["machine"], report["rows"]
+        several = "gpus" in machine
+        number = f"{machine['gpus']} x " if several else ""
+        parts.append(f"### {number}{machine['gpu']}\n\n{_machine(path)} `{path.name}`\n")
+        parts.append(_of_ranks(rows) if several else _of_kernels(machine, rows))
+    return "\n".join(parts) or "No figures have been committed yet.\n"
+
+
+def _table(head: str, rows: list[list[str]]) -> str:
+    names = head.split(" | ")
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _of_kernels(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+    peers = ("unfused", "unfused, vLLM's boundary", "vLLM", "vLLM, dependent launch")
+    model = next(row["model"] for row in rows)
+    shown = []
+    for row in (row for row in rows if row["model"] == model):
+        times = [
+            f"{name} {row[name] / row['us']:.2f}"
+            for name in (*peers, "torch.compile")
+            if name in row
+        ]
+        own = row.get("share_of_own_stream")
+        shown.append(
+            [
+                row["operation"],
+                str(row["tokens"]),
+                f"{row['us']:.2f}",
+                f"{row['us'] / machine['empty_kernel_us']:.1f}",
+                f"{row['share_of_best_bandwidth']:.3f}",
+                "" if own is None else f"{own:.3f}",
+                "; ".join(times),
+            ]
+        )
+    text = _table(
+        "operation | tokens | us | of an empty kernel | of the best bandwidth | of its own stream "
+        "| peers' time, of ours",
+        shown,
+    )
+    large = sorted({row["tokens"] for row in rows if row["tokens"] >= 4096})
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    operations = list(dict.fromkeys(row["operation"] for row in rows))
+    share = {
+        (row["operation"], row["model"], row["tokens"]): row["share_of_best_bandwidth"]
+        for row in rows
+    }
+    others = [
+        [one, str(size), *(f"{share[name, one, size]:.2f}" for name in operations)]
+        for one in models
+        for size in large
+    ]
+    head = " | ".join(["model", "tokens", *operations])
+    shape = next(row for row in rows if row["model"] == model)
+    intro = f"{model}, H = {shape['hidden']}, K = {shape['top_k']}:\n\n"
+    return f"{intro}{text}\nOf the best bandwidth, by model and tokens:\n\n{_table(head, others)}"
+
+
+def _of_ranks(rows: list[dict[str, Any]]) -> str:
+    gathers = [
+        [
+            str(row["tokens"]),
+            *(f"{row['us'][name]:.1f}" for name in ("oneshot", "twoshot", "unfused")),
+            f"{row['default_of_unfused']:.2f}",
+            f"{row['default_of_floor']:.2f}",
+        ]
+        for row in rows
+        if row["operation"] == "gather"
+    ]
+    reduces = [
+        [
+            str(row["tokens"]),
+            *(
+                f"{row['us'][name]:.1f}" if name in row["us"] else ""
+                for name in ("fused", "unfused", "flashinfer")
+            ),
+            *(
+                f"{row['not_correctly_rounded'][name]:.4%}"
+                if name in row["not_correctly_rounded"]
+                else ""
+                for name in ("fused", "flashinfer")
+            ),
+        ]
+        for row in rows
+        if row["operation"] == "all-reduce"
+    ]
+    return (
+        "Gather tail, us:\n\n"
+        + _table(
+            "tokens | oneshot | twoshot | unfused over NCCL | default, of unfused "
+            "| default, of the larger floor",
+            gathers,
+        )
+        + "\nAll-reduce tail, us, and residual elements that are not correctly rounded:\n\n"
+        + _table(
+            "tokens | fused | unfused over NCCL | FlashInfer | fused, not rounded "
+            "| FlashInfer, not rounded",
+            reduces,
+        )
+    )
+
+
 GENERATED: dict[str, Callable[..., str]] = {
     "contract": contract,
     "rules": rules,
@@ -208,6 +316,7 @@ GENERATED: dict[str, Callable[..., str]] = {
     "example": example,
     "template": template,
     "plots": plots,
+    "figures": figures,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -140,6 +141,27 @@ def test_plots_are_shown_where_there_are_some(
     (tmp_path / "bench-x.png").write_bytes(b"")
     (tmp_path / "bench-x.json").write_text('{"machine": {"gpu": "G", "cuda": "13"}}', "utf-8")
     assert hooks.plots() == "![bench x](results/bench-x.png)\n\nG: cuda 13.\n"
+
+
+def test_figures_are_those_of_the_reports(hooks: ModuleType) -> None:
+    text = hooks.figures()
+    for path in (ROOT / "conformance" / "results").glob("bench-*.json"):
+        assert path.name in text
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+        if isinstance(rows[0]["us"], dict):
+            times = [time for row in rows for time in row["us"].items()]
+            wanted = [f"{us:.1f}" for name, us in times if name != "default"]
+        else:
+            wanted = [f"{row['us']:.2f}" for row in rows if row["model"] == rows[0]["model"]]
+        assert wanted
+        assert all(f"| {figure} |" in text for figure in wanted)
+
+
+def test_figures_without_a_report(
+    hooks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "RESULTS", tmp_path)
+    assert "committed yet" in hooks.figures()
 
 
 def test_links_between_pages_lead_somewhere(texts: dict[str, str], hooks: ModuleType) -> None:

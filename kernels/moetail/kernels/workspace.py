@@ -127,9 +127,9 @@ class BeamAllReduceWorkspace:
     every T. Without multicast, "twoshot" sends two rows where "oneshot" sends one, and links are
     slower than memory. With another link it may pay, so both thresholds can be assigned.
 
-    For four and eight ranks they are an estimate from that: of T tokens on W ranks, "twoshot" spares
-    a rank T * (W - 1) / W rows of the residual, and sends and receives as many rows more than
-    "oneshot", each of which is written, read and emptied. That is a loss for every W.
+    For four and eight ranks they are an estimate from that: of T tokens on W ranks, "twoshot"
+    spares a rank T * (W - 1) / W rows of the residual, and sends and receives as many rows more
+    than "oneshot", each of which is written, read and emptied. That is a loss for every W.
 
     Attributes:
         deadline_s: how long a kernel waits for a rank before it gives up, in seconds. A graph
