@@ -143,35 +143,45 @@ def bench(session: nox.Session, arch: str) -> None:
 @nox.session
 @nox.parametrize("arch", list(ARCHITECTURES), ids=list(ARCHITECTURES))
 def ranks(session: nox.Session, arch: str) -> None:
-    """All GPUs of a machine together: suite, lost ranks, a soak, benchmark; then virtual ranks.
+    """All GPUs of a machine together: suite, lost ranks and a soak, benchmark; then virtual ranks.
 
-    ``--minutes N`` is how long the soak takes, 10 without it; ``--profile P`` is the suite's, full
-    without it; ``--results DIR`` is where reports go, build/ranks without it.
+    ``--parts suite,soak,bench,virtual`` takes some of them, ``--minutes N`` is how long the soak
+    takes (10), ``--profile P`` the suite's (full), ``--results DIR`` where reports go
+    (build/ranks).
     """
     arguments = on_gpu(session, arch)
     number = min(len(gpus()), 8)
     if number < 2:
         session.skip(f"ranks need several GPUs; here: {number}")
+    parts = ("suite", "soak", "bench", "virtual")
     options = {"--minutes": "10", "--profile": "full", "--results": "build/ranks"}
+    options["--parts"] = ",".join(parts)
     given = dict(zip(arguments[::2], arguments[1::2], strict=False))
     if len(arguments) % 2 or not given.keys() <= options.keys():
         session.error(f"unknown arguments {arguments}; allowed: {', '.join(options)}, with a value")
     options |= given
+    wanted = options["--parts"].split(",")
+    if not set(wanted) <= set(parts):
+        session.error(f"--parts: {options['--parts']}; allowed: some of {', '.join(parts)}")
     results = Path(options["--results"])
     install(session, groups=("test",))
     env = nvcc(session)
     check = ("moetail", "check", "kernels", "--device", "cuda", "--require-gpu")
     check += ("--profile", options["--profile"])
-    groups = ",".join(str(size) for size in (1, 2, 4, 8) if size <= number)
-    everything = ("--op", "gather,all-reduce,workspace", "--ranks", groups)
-    session.run(*check, *everything, "--report", str(results / f"real-{number}"), env=env)
-    soak = {"MOETAIL_SOAK_MINUTES": options["--minutes"], "MOETAIL_SOAK": "100000", **env}
-    tests = ("kernels/tests/test_workspace.py", "kernels/tests/test_lost_ranks.py")
-    session.run("python", "-m", "pytest", "-s", *tests, env=soak)
-    bench = "kernels/benchmarks/test_bench_distributed.py"
-    session.run("python", "-m", "pytest", bench, "--results", str(results), env=env)
-    virtual = ("--virtual-ranks", "--op", "gather,all-reduce", "--ranks", "2,4,8")
-    session.run(*check, *virtual, "--report", str(results / "virtual"), env=env)
+    if "suite" in wanted:
+        groups = ",".join(str(size) for size in (1, 2, 4, 8) if size <= number)
+        everything = ("--op", "gather,all-reduce,workspace", "--ranks", groups)
+        session.run(*check, *everything, "--report", str(results / f"real-{number}"), env=env)
+    if "soak" in wanted:
+        soak = {"MOETAIL_SOAK_MINUTES": options["--minutes"], "MOETAIL_SOAK": "100000", **env}
+        tests = ("kernels/tests/test_workspace.py", "kernels/tests/test_lost_ranks.py")
+        session.run("python", "-m", "pytest", "-s", *tests, env=soak)
+    if "bench" in wanted:
+        bench = "kernels/benchmarks/test_bench_distributed.py"
+        session.run("python", "-m", "pytest", bench, "--results", str(results), env=env)
+    if "virtual" in wanted:
+        virtual = ("--virtual-ranks", "--op", "gather,all-reduce", "--ranks", "2,4,8")
+        session.run(*check, *virtual, "--report", str(results / "virtual"), env=env)
 
 
 def on_gpu(session: nox.Session, arch: str) -> list[str]:
