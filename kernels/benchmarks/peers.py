@@ -12,6 +12,7 @@ vLLM's boundary kernel is one file. It needs two names of the engine, which a st
 the engine is not needed. FlashInfer's fused finalize, all-reduce and norm is compiled, which needs
 nvcc and no GPU, into ``.peers/flashinfer/trtllm_moe_finalize_allreduce.so``; beside it lies what
 ``moetail check flashinfer`` reads, so that ``MOETAIL_FLASHINFER=.peers/flashinfer`` serves both.
+Its residual add and norm go into ``fused_add_rmsnorm.so``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,30 @@ MEMBER = "vllm/models/beam/nvidia/layernorm.py"
 
 FLASHINFER = PEERS / "flashinfer"
 SOURCE = "flashinfer/data/csrc/trtllm_moe_allreduce_fusion.cu"
+NORM = "fused_add_rmsnorm"
+# FlashInfer's binding of its norms takes all of them; this one takes what the benchmark calls.
+NORM_BINDING = """\
+#include <flashinfer/norm.cuh>
+
+#include "tvm_ffi_utils.h"
+
+namespace {
+
+void fused_add_rmsnorm(tvm::ffi::TensorView input, tvm::ffi::TensorView residual,
+                       tvm::ffi::TensorView weight, double eps, bool dependent) {
+  const cudaError_t status = flashinfer::norm::FusedAddRMSNorm(
+      static_cast<nv_bfloat16*>(input.data_ptr()), static_cast<nv_bfloat16*>(residual.data_ptr()),
+      static_cast<nv_bfloat16*>(weight.data_ptr()), static_cast<uint32_t>(input.size(0)),
+      static_cast<uint32_t>(input.size(1)), static_cast<uint32_t>(input.stride(0)),
+      static_cast<uint32_t>(residual.stride(0)), static_cast<float>(eps), dependent,
+      get_stream(input.device()));
+  TVM_FFI_ICHECK(status == cudaSuccess) << cudaGetErrorString(status);
+}
+
+}  // namespace
+
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(fused_add_rmsnorm, fused_add_rmsnorm);
+"""
 # Beginnings of the names of what is taken; the last is what the adapter reads.
 TAKEN = (
     SOURCE,
@@ -87,6 +112,13 @@ template <class... Arguments>
 void warn(Arguments&&...) {}
 }  // namespace spdlog
 """
+
+# In place of headers, by name. Nothing of cuBLAS and cuRAND is used, which a compiler may lack.
+STAND_INS = {
+    **dict.fromkeys(("cublasLt.h", "cublas_v2.h", "curand_kernel.h"), "#pragma once\n"),
+    "spdlog/spdlog.h": QUIET,
+    "spdlog/sinks/stdout_color_sinks.h": QUIET,
+}
 
 
 def vllm_boundary() -> Callable[..., Any] | None:
@@ -140,6 +172,19 @@ def flashinfer_finalize() -> Callable[..., None] | None:
     return None if library is None else flashinfer_kernel.load_library(library)
 
 
+def flashinfer_norm() -> Callable[[Tensor, Tensor, Tensor, float, bool], None] | None:
+    """FlashInfer's ``fused_add_rmsnorm``, in place, or None where it was not built."""
+    library = (flashinfer_kernel.find_library(FLASHINFER) or FLASHINFER / "none").parent
+    if not (library / f"{NORM}.so").exists():
+        return None
+    import tvm_ffi
+
+    norm: Callable[[Tensor, Tensor, Tensor, float, bool], None] = getattr(
+        tvm_ffi.load_module(str(library / f"{NORM}.so")), NORM
+    )
+    return norm
+
+
 def take_vllm(wheel: Path) -> Path:
     """Take vLLM's boundary kernel out of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
@@ -162,29 +207,38 @@ def take_flashinfer(wheel: Path, arch: str) -> Path:
         for name in archive.namelist():
             if name.startswith(TAKEN) or name.endswith(".dist-info/METADATA"):
                 archive.extract(name, FLASHINFER)
-    for name in ("spdlog.h", "sinks/stdout_color_sinks.h"):
-        header = FLASHINFER / "quiet" / "spdlog" / name
+    for name, text in STAND_INS.items():
+        header = FLASHINFER / "quiet" / name
         header.parent.mkdir(parents=True, exist_ok=True)
-        header.write_text(QUIET)
+        header.write_text(text)
+    binding = FLASHINFER / "binding" / f"{NORM}.cu"
+    binding.parent.mkdir()
+    binding.write_text(NORM_BINDING)
+    _compiled(NORM, binding, arch)
+    return _compiled(flashinfer_kernel.LIBRARY.removesuffix(".so"), FLASHINFER / SOURCE, arch)
+
+
+def _compiled(name: str, source: Path, arch: str) -> Path:
+    """A library of one of FlashInfer's sources."""
     import tvm_ffi.cpp
 
     home = build._cuda_home()
     with build._environment({"CUDA_HOME": str(home), "TVM_FFI_CUDA_ARCH_LIST": arch}):
         built = tvm_ffi.cpp.build(
-            flashinfer_kernel.LIBRARY.removesuffix(".so"),
-            sources=[str(FLASHINFER / SOURCE)],
+            name,
+            sources=[str(source)],
             # Errors name a file as the wheel does.
             extra_cuda_cflags=[*FLAGS, f"-Xcompiler=-fmacro-prefix-map={FLASHINFER}/="],
-            extra_ldflags=[f"-L{home / name}" for name in ("lib64", "lib")],
+            extra_ldflags=[f"-L{home / folder}" for folder in ("lib64", "lib")],
             extra_include_paths=[
                 str(FLASHINFER / "flashinfer" / "data" / "include"),
                 str(FLASHINFER / "flashinfer" / "data" / "csrc"),
                 str(FLASHINFER / "quiet"),
             ],
-            build_directory=str(FLASHINFER / "build"),
+            build_directory=str(FLASHINFER / "build" / name),
             backend="cuda",
         )
-    return Path(shutil.copy(built, FLASHINFER / flashinfer_kernel.LIBRARY))
+    return Path(shutil.copy(built, FLASHINFER / f"{name}.so"))
 
 
 PACKAGES = {"vllm": "vllm", "flashinfer": "flashinfer-python"}

@@ -161,6 +161,15 @@ def peers_of(operation: str, measure: Any) -> dict[str, float]:
     if operation == "boundary" and vllm is not None:
         found["vLLM"] = measure(vllm_boundary)
         found["vLLM, dependent launch"] = measure(lambda i: vllm_boundary(i, True))
+    norm = peers.flashinfer_norm()
+    if operation == "boundary" and norm is not None:
+        # The residual add and the next norm alone: no post-norm and no scales. In place, so last.
+        def add_and_norm(i: Inputs, dependent: bool) -> None:
+            norm(i.routed, i.residual, i.following, 1e-5, dependent)
+
+        found["FlashInfer's fused_add_rmsnorm"] = min(
+            measure(lambda i: add_and_norm(i, False)), measure(lambda i: add_and_norm(i, True))
+        )
     if operation == "fused":
         found["unfused"] = measure(lambda i: fused(i, "unfused"))
         if vllm is not None:
