@@ -155,6 +155,34 @@ def test_a_legal_file_conforms_and_the_rest_is_not_provided(tmp_path: Path, pool
     assert undecided <= {"RUN-6"}
 
 
+_RAISES_FAR = """
+from moetail.reference import Reference
+
+
+def finalize_moe_output(x):
+    rows = getattr(x.routed, "gemm2_permuted", None)
+    if rows is not None and rows.numel() > 2**31:
+        raise RuntimeError({message!r})
+    return Reference().finalize_moe_output(x)
+"""
+
+
+@pytest.mark.parametrize(
+    ("message", "verdict"),
+    [
+        ("CUDA error: an illegal memory access was encountered", VIOLATES),
+        ("CUDA out of memory. Tried to allocate 4.00 GiB", NOT_JUDGED),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate", NOT_JUDGED),
+    ],
+)
+def test_only_a_lack_of_memory_excuses_a_refusal_of_large_buffers(
+    tmp_path: Path, pool: RankPool, message: str, verdict: str
+) -> None:
+    source = _RAISES_FAR.format(message=message)
+    results = judged(tmp_path, source, pool, rules=("RUN-6",))
+    assert results.verdict == verdict, results.violations
+
+
 @pytest.mark.parametrize(
     ("rule", "operation", "source"),
     [
