@@ -100,10 +100,7 @@ TEXTS = {"vllm": VLLM, "flashinfer": FLASHINFER.replace("ROUNDED", "pre = residu
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in ADAPTERS:
         monkeypatch.delenv(f"MOETAIL_{name.upper()}", raising=False)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(threads)
     _forget()
 
 

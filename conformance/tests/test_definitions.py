@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import inspect
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ from moetail.reference import Reference, Stages
 from moetail.spec.rules import OPERATIONS, WORKSPACE
 
 by_form = pytest.mark.parametrize("form", FORMS, ids=lambda form: form.operation + form.suffix)
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run_alone(code: str) -> Any:

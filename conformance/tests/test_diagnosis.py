@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from moetail.conformance import diagnosis
@@ -16,8 +15,6 @@ from moetail.conformance.producers import Case
 from moetail.conformance.variants import variant
 from moetail.reference import Reference
 from moetail.spec.rules import ALLREDUCE, FINALIZE, FUSED, GATHER, MOE_OUTPUT
-
-torch.set_num_threads(1)
 
 _TAIL: dict[str, Any] = {"post": "affine", "next": "affine", "scales": (0.7, 1.3)}
 _FUSED = Case(FUSED, "normal", 1, 9, 6, 512, routed_scale=2.5, **_TAIL)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +53,6 @@ LOCAL = {
     ),
     "finalized": "finalize_moe_output/normal/T5-K3-H256/scale:2.5+shared:yes+routed:finalized",
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def case(name: str) -> Case:

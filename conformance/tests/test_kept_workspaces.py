@@ -29,14 +29,6 @@ from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
 KEEPING = replace(make_plan(ranks="1,2"), keep_workspaces=True)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
     with RankPool(2, timeout=30.0, grace=1.0) as made:

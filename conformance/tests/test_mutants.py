@@ -20,8 +20,6 @@ from moetail.conformance.mutants.table import Row, Table, examine
 from moetail.reference import Reference
 from moetail.spec import OPERATIONS, RULES, operation, rule
 
-torch.set_num_threads(1)
-
 NAMES = {item.name for item in OPERATIONS}
 
 # What public trackers report, each by some of the words that its mutant's source has.

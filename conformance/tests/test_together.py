@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from moetail.conformance.asked import make_plan
 from moetail.conformance.checks import NotJudged, Tail, Trial
@@ -97,14 +96,6 @@ def written(folder: Path, **changes: str) -> str:
     path = folder / "threads.py"
     path.write_text(source, encoding="utf-8")
     return str(path)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,6 @@ from moetail.reference import Reference
 from moetail.spec import ContractError, operation
 from moetail.spec.rules import ALLREDUCE, BOUNDARY, FINALIZE, FUSED, GATHER, MOE_OUTPUT
 
-torch.set_num_threads(1)
-
 _TAIL: dict[str, Any] = {"post": "affine", "next": "affine", "scales": (0.7, 1.3)}
 
 # Sources on which the order, the width or the flushing of an operation shows.

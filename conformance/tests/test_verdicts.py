@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from moetail.conformance.asked import make_plan
 from moetail.conformance.checks import Plan
@@ -125,14 +124,6 @@ def write(folder: Path, source: str, name: str = "my_kernel.py") -> str:
 def pool() -> Iterator[RankPool]:
     with RankPool(3, timeout=20.0, grace=1.0) as made:
         yield made
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def judged(tmp_path: Path, source: str, pool: RankPool, **restrict: tuple[str, ...]) -> Results:

@@ -9,7 +9,6 @@ from functools import lru_cache
 from itertools import combinations
 
 import pytest
-import torch
 
 TINY = 2.0**-126
 INF = math.inf
@@ -113,12 +112,3 @@ def _one_nan(values: set[float]) -> set[float]:
 @pytest.fixture(scope="session")
 def exact() -> type[Exact]:
     return Exact
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    """Small tensors: more threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
