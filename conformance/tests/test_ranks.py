@@ -645,3 +645,22 @@ def test_pools_side_by_side(pool: RankPool) -> None:
             other.run(2, meet, {0: "kill"}, operation="op")
         assert works(pool)
         assert works(other)
+
+
+@needs_proc
+def test_the_workers_of_a_killed_command_end_with_it() -> None:
+    """Those of ``moetail mutants``, and their ranks."""
+    words = ["mutants", "reversed-sum", "--profile", "full", "--ranks", "1,2", "--workers", "1"]
+    code = "import sys; from moetail.conformance.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as command:
+        try:
+            # Multiprocessing's tracker, the worker, the server of its ranks, and the ranks.
+            assert until(lambda: len(descendants(command.pid)) >= 5, 120.0)
+            processes = descendants(command.pid)
+        finally:
+            command.kill()
+    assert until(lambda: not any(alive(process) for process in processes))

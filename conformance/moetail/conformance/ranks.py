@@ -51,7 +51,7 @@ import torch.distributed as dist
 
 from moetail.spec import ContractError
 
-__all__ = ["Outcome", "RankError", "RankFailure", "RankPool"]
+__all__ = ["Outcome", "RankError", "RankFailure", "RankPool", "end_with_parent"]
 
 PRELOAD: tuple[str, ...] = (
     "torch.distributed",
@@ -868,7 +868,7 @@ def _rank(
 ) -> None:
     """A rank process: answer the parent's messages, one by one, until there is no parent."""
     os.setpgid(0, 0)
-    _end_with_parent(server)
+    end_with_parent(server)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for channel in (call, watch):
         channel.set_inheritable(False)
@@ -961,7 +961,7 @@ def _failure(error: BaseException) -> _Failure:
     )
 
 
-def _end_with_parent(parent: int) -> None:
+def end_with_parent(parent: int) -> None:
     """Have the kernel end this process with its parent, where it can (Linux)."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):

@@ -15,7 +15,7 @@ from moetail.conformance.asked import load_checks
 from moetail.conformance.checks import Plan, Tail, Violation, all_trials
 from moetail.conformance.diagnosis import diagnose, rule_named
 from moetail.conformance.mutants import MUTANTS, Mutant
-from moetail.conformance.ranks import RankPool
+from moetail.conformance.ranks import RankPool, end_with_parent
 from moetail.conformance.results import VIOLATES, TrialResult
 from moetail.conformance.trying import attempt
 from moetail.conformance.variants import VARIANTS, Variant
@@ -193,6 +193,10 @@ _POOL: RankPool | None = None
 def _start(plan: Plan) -> None:
     """A worker's own pool of ranks, which it keeps for all that it examines."""
     global _POOL
+    # A command that is killed cannot end its workers, and what they do may take an hour.
+    command = multiprocessing.parent_process()
+    if command is not None and command.pid is not None:
+        end_with_parent(command.pid)
     torch.set_num_threads(1)
     _POOL = RankPool(max(plan.ranks), device=plan.device, timeout=plan.timeout)
 
