@@ -8,6 +8,7 @@ the one at hand will do.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -154,26 +155,26 @@ def ranks(session: nox.Session, arch: str) -> None:
     if number < 2:
         session.skip(f"ranks need several GPUs; here: {number}")
     parts = ("suite", "soak", "bench", "virtual")
-    options = {"--minutes": "10", "--profile": "full", "--results": "build/ranks"}
-    options["--parts"] = ",".join(parts)
-    given = dict(zip(arguments[::2], arguments[1::2], strict=False))
-    if len(arguments) % 2 or not given.keys() <= options.keys():
-        session.error(f"unknown arguments {arguments}; allowed: {', '.join(options)}, with a value")
-    options |= given
-    wanted = options["--parts"].split(",")
+    parser = argparse.ArgumentParser("ranks")
+    parser.add_argument("--parts", default=",".join(parts))
+    parser.add_argument("--minutes", default="10")
+    parser.add_argument("--profile", default="full")
+    parser.add_argument("--results", type=Path, default=Path("build/ranks"))
+    options = parser.parse_args(arguments)
+    wanted = options.parts.split(",")
     if not set(wanted) <= set(parts):
-        session.error(f"--parts: {options['--parts']}; allowed: some of {', '.join(parts)}")
-    results = Path(options["--results"])
+        session.error(f"--parts: {options.parts}; allowed: some of {', '.join(parts)}")
+    results = options.results
     install(session, groups=("test",))
     env = nvcc(session)
     check = ("moetail", "check", "kernels", "--device", "cuda", "--require-gpu")
-    check += ("--profile", options["--profile"])
+    check += ("--profile", options.profile)
     if "suite" in wanted:
         groups = ",".join(str(size) for size in (1, 2, 4, 8) if size <= number)
         everything = ("--op", "gather,all-reduce,workspace", "--ranks", groups)
         session.run(*check, *everything, "--report", str(results / f"real-{number}"), env=env)
     if "soak" in wanted:
-        soak = {"MOETAIL_SOAK_MINUTES": options["--minutes"], "MOETAIL_SOAK": "100000", **env}
+        soak = {"MOETAIL_SOAK_MINUTES": options.minutes, "MOETAIL_SOAK": "100000", **env}
         tests = ("kernels/tests/test_workspace.py", "kernels/tests/test_lost_ranks.py")
         session.run("python", "-m", "pytest", "-s", *tests, env=soak)
     if "bench" in wanted:

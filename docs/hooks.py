@@ -213,8 +213,7 @@ def figures() -> str:
     return "\n".join(parts) or "No figures have been committed yet.\n"
 
 
-def _table(head: str, rows: list[list[str]]) -> str:
-    names = head.split(" | ")
+def _table(names: list[str], rows: list[list[str]]) -> str:
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
@@ -241,8 +240,10 @@ def _of_kernels(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
             ]
         )
     text = _table(
-        "operation | tokens | us | of an empty kernel | of the best bandwidth | of its own stream "
-        "| peers' time, of ours",
+        [
+            *("operation", "tokens", "us", "of an empty kernel", "of the best bandwidth"),
+            *("of its own stream", "peers' time, of ours"),
+        ],
         shown,
     )
     large = sorted({row["tokens"] for row in rows if row["tokens"] >= 4096})
@@ -257,10 +258,10 @@ def _of_kernels(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
         for one in models
         for size in large
     ]
-    head = " | ".join(["model", "tokens", *operations])
     shape = next(row for row in rows if row["model"] == model)
     intro = f"{model}, H = {shape['hidden']}, K = {shape['top_k']}:\n\n"
-    return f"{intro}{text}\nOf the best bandwidth, by model and tokens:\n\n{_table(head, others)}"
+    by_model = _table(["model", "tokens", *operations], others)
+    return f"{intro}{text}\nOf the best bandwidth, by model and tokens:\n\n{by_model}"
 
 
 def _of_ranks(rows: list[dict[str, Any]]) -> str:
@@ -294,14 +295,18 @@ def _of_ranks(rows: list[dict[str, Any]]) -> str:
     return (
         "Gather tail, us:\n\n"
         + _table(
-            "tokens | oneshot | twoshot | unfused over NCCL | default, of unfused "
-            "| default, of the larger floor",
+            [
+                *("tokens", "oneshot", "twoshot", "unfused over NCCL", "default, of unfused"),
+                "default, of the larger floor",
+            ],
             gathers,
         )
         + "\nAll-reduce tail, us, and residual elements that are not correctly rounded:\n\n"
         + _table(
-            "tokens | fused | unfused over NCCL | FlashInfer | fused, not rounded "
-            "| FlashInfer, not rounded",
+            [
+                *("tokens", "fused", "unfused over NCCL", "FlashInfer", "fused, not rounded"),
+                "FlashInfer, not rounded",
+            ],
             reduces,
         )
     )

@@ -174,14 +174,14 @@ def flashinfer_finalize() -> Callable[..., None] | None:
 
 def flashinfer_norm() -> Callable[[Tensor, Tensor, Tensor, float, bool], None] | None:
     """FlashInfer's ``fused_add_rmsnorm``, in place, or None where it was not built."""
-    library = (flashinfer_kernel.find_library(FLASHINFER) or FLASHINFER / "none").parent
-    if not (library / f"{NORM}.so").exists():
+    library = flashinfer_kernel.find_library(FLASHINFER)
+    path = None if library is None else library.with_name(f"{NORM}.so")
+    if path is None or not path.exists():
         return None
     import tvm_ffi
 
-    norm: Callable[[Tensor, Tensor, Tensor, float, bool], None] = getattr(
-        tvm_ffi.load_module(str(library / f"{NORM}.so")), NORM
-    )
+    norm: Callable[[Tensor, Tensor, Tensor, float, bool], None]
+    norm = tvm_ffi.load_module(str(path))[NORM]
     return norm
 
 
