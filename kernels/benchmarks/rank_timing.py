@@ -20,6 +20,7 @@ from torch import Tensor
 import moetail.kernels as kernels
 from moetail.conformance.adapters import flashinfer_kernel
 from moetail.conformance.judge.rounding import round_bf16
+from moetail.reference.operations import all_gather
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, tokens_per_rank
 
 SCALES = (0.75, 1.25)
@@ -242,7 +243,7 @@ def links(group: Any, rank: int) -> dict[str, float]:
     source = torch.randint(0, 2**31 - 1, (words,), dtype=torch.int32, device="cuda")
     rows = _random(8 // size, 7168)
     gathered = _random(8, 7168)
-    collective = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    collective = all_gather()
     found = _times(group, {"copy": lambda _: peer.copy_(source)}, [None], 8)
     found |= _times(
         group,

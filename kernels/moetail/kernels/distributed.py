@@ -8,11 +8,9 @@ reference. A rank that does not arrive ends in an :class:`ExchangeError` of a la
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from moetail.kernels.operations import (
@@ -22,6 +20,7 @@ from moetail.kernels.operations import (
 )
 from moetail.kernels.workspace import BeamAllReduceWorkspace, Buffers
 from moetail.reference import Reference
+from moetail.reference.operations import all_gather
 from moetail.spec import (
     ContractError,
     MoEOutput,
@@ -97,12 +96,6 @@ def _strategy(num_tokens: int, workspace: Workspace) -> str:
         return "oneshot"
     separate = workspace.moe_gather_separate_norm_min_tokens
     return "unfused" if separate is not None and num_tokens >= separate else "twoshot"
-
-
-def _all_gather(workspace: Workspace) -> Callable[..., Any]:
-    """The workspace's hook, or torch.distributed's, which torch 2.13 renamed and warns about."""
-    collective = workspace.all_gather or getattr(dist, "all_gather_single", None)
-    return collective or dist.all_gather_into_tensor
 
 
 def beam_moe_finalize_gather_norm_residual_norm(
@@ -181,7 +174,8 @@ def _unfused(
         routed_scale,
     )
     gathered = rows.new_empty((workspace.world_size * slots, hidden_size))
-    _all_gather(workspace)(gathered, finalized, group=workspace.device_group)
+    collective = workspace.all_gather or all_gather()
+    collective(gathered, finalized, group=workspace.device_group)
     return beam_norm_residual_norm(gathered[:num_tokens], residual, *tail)
 
 
