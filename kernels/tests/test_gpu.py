@@ -30,6 +30,8 @@ SHAPES = [
     )
 ] + [
     (600, 7168, 8),
+    (20, 4096, 2),
+    (600, 4096, 1),
     # Many tokens whose rows end within a block's last vectors: what lies behind must stay zero.
     (640, 256, 2),
     (640, 1280, 4),

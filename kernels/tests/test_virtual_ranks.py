@@ -109,9 +109,9 @@ def test_tokens(call: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("hidden", [7168, 7936, 8192])
+@pytest.mark.parametrize("hidden", [4608, 7168, 7936, 8192])
 def test_wide_rows(call: str, ranks: int, hidden: int) -> None:
-    for tokens in (1, 5, 40, 300):
+    for tokens in (1, 5, 40, 300 if ranks == 8 else 500):
         check(case_of(call, ranks, tokens, hidden, top_k=8))
 
 
@@ -121,6 +121,16 @@ def test_wide_rows(call: str, ranks: int, hidden: int) -> None:
 def test_options(call: str, post: str, following: str) -> None:
     for tokens, scales in ((3, None), (200, (0.5, 1.5))):
         check(case_of(call, 3, tokens, 2048, post=post, next=following, scales=scales, top_k=3))
+
+
+@pytest.mark.parametrize("strategy", ["oneshot", "twoshot"])
+@pytest.mark.parametrize("top_k", [1, 3, 10])
+@pytest.mark.parametrize(("post", "following"), [("none", "affine"), ("norm", "none")])
+def test_options_where_blocks_are_divided(
+    strategy: str, top_k: int, post: str, following: str
+) -> None:
+    """Senders and receivers sum up a token differently, and must end with the same bits."""
+    check(case_of(strategy, 3, 400, 4608, post=post, next=following, top_k=top_k))
 
 
 @pytest.mark.parametrize("call", CALLS)

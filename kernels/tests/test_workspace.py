@@ -98,7 +98,7 @@ def test_a_signature_in_words() -> None:
 # --- two GPUs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [1, 9, 600])
+@pytest.mark.parametrize("tokens", [1, 9, 600, 1100])
 @pytest.mark.parametrize("call", ["oneshot", "twoshot", "unfused", ALLREDUCE, "other width"])
 def test_two_real_ranks(gpus: RankPool, call: str, tokens: int) -> None:
     hidden = 513 if call == "other width" else 7168
@@ -184,6 +184,10 @@ def soak_cases(ranks: int, rng: random.Random) -> list[Case]:
             found.append(Case(ALLREDUCE, **options))
         else:
             found.append(Case(GATHER, strategy=call, **options))
+    # So many tokens of such rows that two ranks divide their blocks.
+    for strategy, top_k in (("oneshot", 2), ("oneshot", 8), ("twoshot", 8)):
+        tail = {"post": "affine", "next": "affine", "tokens": 970 + top_k, "hidden": 4608}
+        found.append(Case(GATHER, strategy=strategy, ranks=ranks, top_k=top_k, **tail))
     return found
 
 
@@ -194,15 +198,19 @@ def soak(group: Any, rank: int, calls: int, minutes: float) -> tuple[int, int, l
     and what the judge said against the first ones.
     """
     ranks, rng = group.size(), random.Random(7)
-    made = BeamAllReduceWorkspace.create(group, 1024, 700, torch.bfloat16)
-    assert made is not None
     device = f"cuda:{rank}"
     cases = soak_cases(ranks, rng)
     arguments = [case.arguments(rank, device) for case in cases]
+    workspaces = {}
+    for hidden, tokens in ((1024, 700), (4608, 1000)):
+        made = BeamAllReduceWorkspace.create(group, hidden, tokens, torch.bfloat16)
+        assert made is not None
+        workspaces[hidden] = made
 
     def call(index: int) -> list[torch.Tensor]:
         case = cases[index]
-        result = getattr(kernels, case.operation)(**arguments[index], workspace=made)
+        function = getattr(kernels, case.operation)
+        result = function(**arguments[index], workspace=workspaces[case.hidden])
         return [tensor.view(torch.int16) for tensor in result if tensor is not None]
 
     expected, faults = [], []
@@ -245,7 +253,8 @@ def soak(group: Any, rank: int, calls: int, minutes: float) -> tuple[int, int, l
             done += len(picked)
         for index, bits in zip(picked, outputs, strict=True):
             compare(index, bits)
-    made.check()
+    for made in workspaces.values():
+        made.check()
     return done, int(different), faults
 
 

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     return ((token * x.ranks + source) * hidden_size + place.column) *
            static_cast<int64_t>(sizeof(bf16));
   };
-  if constexpr (kCluster) cluster_sums_init(places, 2, place.warps);
+  sums_init<kTeam>(sums_of(places, place));
   wait_for_previous_grid();
   const Call call = begin_call(x);
   if (blockIdx.x == 0) announce(x, call);
@@ -50,9 +50,11 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       value = finalize_token<kRoutes>(p.experts, place, token, hidden_size, p.routed_scale);
       if (p.shared) value = map_rounded([](float s, float h) { return s + h; }, value, shared);
       value = without_empty(value);
-      if (!place.held) continue;
-      send(x, call, offset_of(token, x.rank), value);
-      if constexpr (!kSingle) put(slot_of(x, call, x.rank) + offset_of(token, x.rank), value);
+      if (place.held) {
+        send(x, call, offset_of(token, x.rank), value);
+        if constexpr (!kSingle) put(slot_of(x, call, x.rank) + offset_of(token, x.rank), value);
+      }
+      if constexpr (kSingle) break;
     }
   }
   let_next_grid_launch_early(x);
@@ -90,9 +92,10 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       const uint4 total =
           make_uint4(round_pair(sum[0], sum[1]), round_pair(sum[2], sum[3]),
                      round_pair(sum[4], sum[5]), round_pair(sum[6], sum[7]));
-      Sums sums{places};
+      Sums sums = sums_of(places, place);
       write(b, place, row, evaluate<kTeam>(b, place, total, residual, weights, sums));
-      if constexpr (!kCluster) __syncthreads();  // before the places are used again
+      if constexpr (kSingle) break;
+      __syncthreads();  // before the places are used again
     }
   }
   finish_call(x, call);

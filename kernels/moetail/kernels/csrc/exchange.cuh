@@ -242,6 +242,10 @@ __device__ __forceinline__ Place place_of(int chunks, int blocks_per_token) {
           blocks, warp < chunks};
 }
 
+__device__ __forceinline__ Sums sums_of(TokenSum* places, const Place& place) {
+  return {places, place.warp, place.warps, place.blocks};
+}
+
 // In registers, or to be loaded where they are used.
 struct NormWeights {
   uint4 post, next;
@@ -260,25 +264,24 @@ struct Outputs {
   uint4 hidden, normalized;
 };
 
-// Both outputs of one token, in registers.
+// Both outputs of one token, in registers. whole: every warp holds a part of the row.
 template <Team kTeam>
 __device__ __forceinline__ Outputs evaluate(const Boundary& b, const Place& place, uint4 value,
                                             uint4 residual, const NormWeights& weights, Sums& sums,
-                                            bool load_late = false) {
+                                            bool load_late = false, bool whole = true) {
   auto weight_of_norm = [&](const bf16* weight, const uint4& loaded) {
-    return load_late && weight ? load_kept(weight + place.column) : loaded;
+    const bool wanted = load_late && weight && (whole || place.held);
+    return wanted ? load_kept(weight + place.column) : loaded;
   };
   Outputs out = {};
   uint4 held[1] = {value};
   const uint4 added[1] = {residual};
   to_hidden<kTeam>(
-      b, held, added, [&](int) { return weight_of_norm(b.post_weight, weights.post); }, sums,
-      place.warp, place.warps, place.blocks);
+      b, held, added, [&](int) { return weight_of_norm(b.post_weight, weights.post); }, sums);
   out.hidden = held[0];
   if (b.normalized) {
     to_normalized<kTeam>(
-        b, held, [&](int) { return weight_of_norm(b.next_weight, weights.next); }, sums, place.warp,
-        place.warps, place.blocks);
+        b, held, [&](int) { return weight_of_norm(b.next_weight, weights.next); }, sums);
     out.normalized = held[0];
   }
   return out;

@@ -21,8 +21,9 @@ constexpr unsigned kFull = 0xffffffffu;
 
 enum class WeightType : int { kFloat32, kBFloat16, kFloat16 };
 
-// Who shares a token: a block, or a cluster of blocks.
-enum class Team { kBlock, kCluster };
+// Who shares a token: a block, a quarter of a block's warps, or a cluster of blocks.
+enum class Team { kBlock, kQuarter, kCluster };
+constexpr int kQuarters = 4;
 
 // ---- Programmatic dependent launch -------------------------------------------------------------
 // Everything may come from the kernel before, norm weights too, so nothing is read above wait().
@@ -250,9 +251,24 @@ __device__ __forceinline__ float sum_over_warp(float value) {
 // One sum over a token's warps. Each warp adds up its lanes and hands the result to every block of
 // the token, in its own slot; each warp then adds up the slots in the same order, so that all have
 // the same bits, run after run.
-struct TokenSum {
+struct alignas(16) TokenSum {
   float partial[kMaxWarps];
   uint64_t arrived;  // mbarrier, for a cluster: counts the bytes that have arrived
+};
+
+// A warp's part in a token's sums. They take turns at two places, so that nothing that is still read
+// is overwritten: who writes a place again has met all others at the sum between.
+struct Sums {
+  TokenSum* places;
+  int warp, warps;  // this one of those that share the token
+  int blocks = 1;   // of a cluster
+  int barrier = 0;  // of a quarter
+  int turn = 1;
+
+  __device__ __forceinline__ TokenSum* next() {
+    turn ^= 1;
+    return places + turn;
+  }
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -294,17 +310,26 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity)
 }
 #endif
 
-// Before the first sum of a cluster: the barriers exist before anybody signals them.
-__device__ __forceinline__ void cluster_sums_init(TokenSum* sums, int count, int warps) {
-#if __CUDA_ARCH__ >= 900
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < count; ++i) {
-      barrier_init(&sums[i].arrived, 1);
-      barrier_expect(&sums[i].arrived, warps * sizeof(float));
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+// Before the first sum, by all of a team's threads: slots that no warp has are zero. For a cluster,
+// cluster_sums_ready() comes between: the barriers exist before anybody signals them.
+template <Team kTeam>
+__device__ __forceinline__ void sums_init(const Sums& sums) {
+  const int slots = kTeam == Team::kQuarter ? kQuarters * sums.warps : sums.warps;
+  const int thread = kTeam == Team::kQuarter ? threadIdx.x % (sums.warps * kWarp) : threadIdx.x;
+  if (thread >= slots && thread < kMaxWarps) {
+    sums.places[0].partial[thread] = sums.places[1].partial[thread] = 0.0f;
   }
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#if __CUDA_ARCH__ >= 900
+  if constexpr (kTeam == Team::kCluster) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < 2; ++i) {
+        barrier_init(&sums.places[i].arrived, 1);
+        barrier_expect(&sums.places[i].arrived, sums.warps * sizeof(float));
+      }
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  }
 #endif
 }
 
@@ -314,30 +339,31 @@ __device__ __forceinline__ void cluster_sums_ready() {
 #endif
 }
 
-// A token has up to two sums, and each a place of its own: nothing that is still read is overwritten.
-struct Sums {
-  TokenSum* place;
-  int turn = 1;
-
-  __device__ __forceinline__ TokenSum* next() {
-    turn ^= 1;
-    return place + turn;
+// Eight lanes read the slots, four each, so that three exchanges between lanes do instead of five.
+__device__ __forceinline__ float sum_of_slots(const TokenSum* sum) {
+  const int lane = threadIdx.x % kWarp;
+  const float4 slots = reinterpret_cast<const float4*>(sum->partial)[lane % (kMaxWarps / 4)];
+  float total = (slots.x + slots.y) + (slots.z + slots.w);
+#pragma unroll
+  for (int offset = kMaxWarps / 8; offset > 0; offset /= 2) {
+    total += __shfl_xor_sync(kFull, total, offset);
   }
-};
+  return total;
+}
 
 template <Team kTeam>
-__device__ __forceinline__ float sum_over_token(float value, Sums& sums, int warp, int warps,
-                                                int blocks) {
+__device__ __forceinline__ float sum_over_token(float value, Sums& sums) {
+  static_assert(kTeam != Team::kQuarter, "a quarter's thread has a value for each chunk");
   TokenSum* sum = sums.next();
   const int lane = threadIdx.x % kWarp;
   value = sum_over_warp(value);
   if constexpr (kTeam == Team::kCluster) {
 #if __CUDA_ARCH__ >= 900
-    if (lane < blocks) {
+    if (lane < sums.blocks) {
       uint32_t there, arrived;
       asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                    : "=r"(there)
-                   : "r"(shared_address(&sum->partial[warp])), "r"(lane));
+                   : "r"(shared_address(&sum->partial[sums.warp])), "r"(lane));
       asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
                    : "=r"(arrived)
                    : "r"(shared_address(&sum->arrived)), "r"(lane));
@@ -349,10 +375,52 @@ __device__ __forceinline__ float sum_over_token(float value, Sums& sums, int war
     barrier_wait<true>(&sum->arrived, 0);
 #endif
   } else {
-    if (lane == 0) sum->partial[warp] = value;
+    if (lane == 0) sum->partial[sums.warp] = value;
     __syncthreads();
   }
-  return sum_over_warp(lane < warps ? sum->partial[lane] : 0.0f);
+  return sum_of_slots(sum);
+}
+
+__device__ __forceinline__ void quarter_sync(const Sums& sums) {
+  asm volatile("bar.sync %0, %1;" ::"r"(sums.barrier), "r"(sums.warps * kWarp) : "memory");
+}
+
+// A quarter holds four chunks a warp. Each chunk is summed up by itself, into the slot of the warp
+// that holds it where a token has a whole block, and by the same additions as in sum_over_warp: the
+// bits are those of a block. Half the lanes go on with half the chunks, then a quarter with one.
+__device__ __forceinline__ float sum_over_quarter(const float (&value)[kQuarters], Sums& sums) {
+  TokenSum* sum = sums.next();
+  const int lane = threadIdx.x % kWarp;
+  const bool upper = lane & 16, odd = lane & 8;
+  float pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pair[i] = upper ? value[2 + i] : value[i];
+    pair[i] += __shfl_xor_sync(kFull, upper ? value[i] : value[2 + i], 16);
+  }
+  float one = odd ? pair[1] : pair[0];
+  one += __shfl_xor_sync(kFull, odd ? pair[0] : pair[1], 8);
+#pragma unroll
+  for (int offset = 4; offset > 0; offset /= 2) one += __shfl_xor_sync(kFull, one, offset);
+  if (lane % 8 == 0) sum->partial[lane / 8 * sums.warps + sums.warp] = one;
+  quarter_sync(sums);
+  return sum_of_slots(sum);
+}
+
+template <Team kTeam, int kVectors>
+__device__ __forceinline__ float squares_over_token(const uint4 (&value)[kVectors], Sums& sums) {
+  if constexpr (kTeam == Team::kQuarter) {
+    static_assert(kVectors == kQuarters);
+    float each[kVectors];
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) each[v] = sum_of_squares(value[v], 0.0f);
+    return sum_over_quarter(each, sums);
+  } else {
+    float sum = 0.0f;
+#pragma unroll
+    for (int v = 0; v < kVectors; ++v) sum = sum_of_squares(value[v], sum);
+    return sum_over_token<kTeam>(sum, sums);
+  }
 }
 
 // 1 / sqrt(mean + eps). rsqrtf is within 2 ulp (2^-22), far inside the contract's 2^-16.
@@ -364,6 +432,25 @@ __device__ __forceinline__ float inverse_rms(float sum, float reciprocal_of_size
 __device__ __forceinline__ uint4 normalize(uint4 s, float inv, uint4 weight, bool affine) {
   return affine ? map_rounded([=](float v, float w) { return v * inv * w; }, s, weight)
                 : map_rounded([=](float v) { return v * inv; }, s);
+}
+
+// The norm of a thread's vectors of a token, in place. weight_of(v) gives a vector's weights. What a
+// thread does not hold is zeros, weights too, and stays zeros: it is in the sum.
+template <Team kTeam, int kVectors, typename Weight>
+__device__ __forceinline__ void norm(uint4 (&value)[kVectors], Weight weight_of, bool affine,
+                                     float reciprocal_of_size, float eps, Sums& sums) {
+  // Asked for before the sum, but where they would not fit beside what a thread holds.
+  constexpr bool kEarly = kTeam != Team::kQuarter;
+  uint4 weight[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    if constexpr (kEarly) weight[v] = weight_of(v);
+  }
+  const float inv = inverse_rms(squares_over_token<kTeam>(value, sums), reciprocal_of_size, eps);
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) {
+    value[v] = normalize(value[v], inv, kEarly ? weight[v] : weight_of(v), affine);
+  }
 }
 
 // ---- post-norm, residual add, next norm --------------------------------------------------------
@@ -378,27 +465,14 @@ struct Boundary {
   bool post_norm;
 };
 
-// A thread's vectors of a token, which `warps` warps in `blocks` blocks share: from what was
-// finalized to hidden. post_weight(v) gives the vector's norm weights. What a thread does not hold
-// is zeros, weights too, and stays zeros: it is in the sums.
+// From what was finalized to hidden, in place.
 template <Team kTeam, int kVectors, typename Weight>
 __device__ __forceinline__ void to_hidden(const Boundary& b, uint4 (&value)[kVectors],
                                           const uint4 (&residual)[kVectors], Weight post_weight,
-                                          Sums& sums, int warp, int warps, int blocks) {
+                                          Sums& sums) {
   if (b.post_norm) {
-    uint4 weight[kVectors];
-    float sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      weight[v] = post_weight(v);
-      sum = sum_of_squares(value[v], sum);
-    }
-    sum = sum_over_token<kTeam>(sum, sums, warp, warps, blocks);
-    const float inv = inverse_rms(sum, b.reciprocal_of_size, b.post_eps);
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      value[v] = normalize(value[v], inv, weight[v], b.post_weight != nullptr);
-    }
+    norm<kTeam>(value, post_weight, b.post_weight != nullptr, b.reciprocal_of_size, b.post_eps,
+                sums);
   }
   if (b.residual) {
     const float x_scale = b.x_scale, r_scale = b.r_scale;
@@ -414,21 +488,8 @@ __device__ __forceinline__ void to_hidden(const Boundary& b, uint4 (&value)[kVec
 // From hidden to normalized, in place.
 template <Team kTeam, int kVectors, typename Weight>
 __device__ __forceinline__ void to_normalized(const Boundary& b, uint4 (&value)[kVectors],
-                                              Weight next_weight, Sums& sums, int warp, int warps,
-                                              int blocks) {
-  uint4 weight[kVectors];
-  float sum = 0.0f;
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    weight[v] = next_weight(v);
-    sum = sum_of_squares(value[v], sum);
-  }
-  sum = sum_over_token<kTeam>(sum, sums, warp, warps, blocks);
-  const float inv = inverse_rms(sum, b.reciprocal_of_size, b.next_eps);
-#pragma unroll
-  for (int v = 0; v < kVectors; ++v) {
-    value[v] = normalize(value[v], inv, weight[v], b.next_weight != nullptr);
-  }
+                                              Weight next_weight, Sums& sums) {
+  norm<kTeam>(value, next_weight, b.next_weight != nullptr, b.reciprocal_of_size, b.next_eps, sums);
 }
 
 }  // namespace moetail

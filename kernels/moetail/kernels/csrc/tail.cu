@@ -16,6 +16,7 @@ struct TailParams {
   float routed_scale;
   int chunks;       // H / 256
   int blocks_per_token;
+  int64_t tokens;
 };
 
 // kVectors: 16-byte vectors a thread holds. kRoutes: rows of a token in flight at a time (0: x is a
@@ -26,7 +27,6 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
     tail_kernel(const __grid_constant__ TailParams p) {
   constexpr Team kTeam = kCluster ? Team::kCluster : Team::kBlock;
   __shared__ TokenSum places[2];
-  Sums sums{places};
   const Boundary& b = p.boundary;
   const int lane = threadIdx.x % kWarp;
   const int block = kCluster ? blockIdx.x % p.blocks_per_token : 0;
@@ -37,7 +37,8 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int64_t row = token * hidden_size;
   auto held = [&](int v) { return v * warps + warp < p.chunks; };
   auto column = [&](int v) { return (v * warps + warp) * kChunk + lane * kVector; };
-  if constexpr (kCluster) cluster_sums_init(places, 2, warps);
+  Sums sums{places, warp, warps, p.blocks_per_token};
+  sums_init<kTeam>(sums);
   wait_for_previous_grid();
 
   // A thread of one vector asks for everything at the start, norm weights too, since its time is
@@ -77,18 +78,68 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   };
   to_hidden<kTeam>(
       b, value, residual, [&](int v) { return weight_of_norm(b.post_weight, post_weight[v], v); },
-      sums, warp, warps, p.blocks_per_token);
+      sums);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (held(v)) store(b.hidden + row + column(v), value[v]);
   }
   if (!b.normalized) return;
   to_normalized<kTeam>(
-      b, value, [&](int v) { return weight_of_norm(b.next_weight, next_weight[v], v); }, sums, warp,
-      warps, p.blocks_per_token);
+      b, value, [&](int v) { return weight_of_norm(b.next_weight, next_weight[v], v); }, sums);
 #pragma unroll
   for (int v = 0; v < kVectors; ++v) {
     if (held(v)) store(b.normalized + row + column(v), value[v]);
+  }
+}
+
+// A block goes through the tokens in steps of the grid. A step's sums and stores find the next
+// step's rows under way. One vector a thread, whose norm weights stay in shared memory: loaded again,
+// they would arrive after the rows that have been asked for before them.
+template <int kRoutes, int kMaxThreads>
+__global__ void __launch_bounds__(kMaxThreads, 1)
+    tail_steps_kernel(const __grid_constant__ TailParams p) {
+  __shared__ TokenSum places[2];
+  __shared__ uint4 norm_weights[2][kMaxThreads];
+  const Boundary& b = p.boundary;
+  const int64_t hidden_size = int64_t{p.chunks} * kChunk;
+  const int column = threadIdx.x * kVector;
+  Sums sums{places, static_cast<int>(threadIdx.x / kWarp), p.chunks};
+  sums_init<Team::kBlock>(sums);
+  wait_for_previous_grid();
+  norm_weights[0][threadIdx.x] = load_once(b.post_weight + column, b.post_weight);
+  norm_weights[1][threadIdx.x] = load_once(b.next_weight + column, b.next_weight);
+  Route route;
+  uint4 data[kRoutes], residual_ahead;
+  auto load = [&](int64_t token) {
+    route = load_route(p.experts, token);
+#pragma unroll
+    for (int k = 0; k < kRoutes; ++k) {
+      const int row = __shfl_sync(kFull, route.row, k);
+      data[k] = load_once(p.experts.rows + row * hidden_size + column, row >= 0);
+    }
+    residual_ahead = load_once(b.residual + token * hidden_size + column, b.residual);
+  };
+  load(blockIdx.x);
+  for (int64_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
+    float sum[kVector] = {};
+    const float mine = weight_of(p.experts, route);
+#pragma unroll
+    for (int k = 0; k < kRoutes; ++k) accumulate(sum, __shfl_sync(kFull, mine, k), data[k]);
+    uint4 value[1] = {round_scale(sum, p.routed_scale)};
+    const uint4 residual[1] = {residual_ahead};
+    if (token + gridDim.x < p.tokens) {
+      load(token + gridDim.x);
+    } else {
+      let_next_grid_launch();
+    }
+    const int64_t here = token * hidden_size + column;
+    to_hidden<Team::kBlock>(
+        b, value, residual, [&](int) { return norm_weights[0][threadIdx.x]; }, sums);
+    store(b.hidden + here, value[0]);
+    if (!b.normalized) continue;
+    to_normalized<Team::kBlock>(
+        b, value, [&](int) { return norm_weights[1][threadIdx.x]; }, sums);
+    store(b.normalized + here, value[0]);
   }
 }
 
@@ -96,11 +147,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
 // Rare, so it reads again what it could keep.
 __global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hidden_size) {
   __shared__ TokenSum places[2];
-  Sums sums{places};
   const Boundary& b = p.boundary;
+  Sums sums{places, static_cast<int>(threadIdx.x / kWarp), static_cast<int>(blockDim.x / kWarp)};
+  sums_init<Team::kBlock>(sums);
   wait_for_previous_grid();
   const int64_t row = blockIdx.x * hidden_size;
-  const int warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
   float inv = 1.0f;
   if (b.post_norm) {
     float sum = 0.0f;
@@ -108,7 +159,7 @@ __global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hi
       const float v = __bfloat162float(p.x[row + i]);
       sum = fmaf(v, v, sum);
     }
-    sum = sum_over_token<Team::kBlock>(sum, sums, warp, warps, 1);
+    sum = sum_over_token<Team::kBlock>(sum, sums);
     inv = inverse_rms(sum, b.reciprocal_of_size, b.post_eps);
   }
   float sum = 0.0f;
@@ -128,7 +179,7 @@ __global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hi
     sum = fmaf(__bfloat162float(hidden), __bfloat162float(hidden), sum);
   }
   if (!b.normalized) return;
-  sum = sum_over_token<Team::kBlock>(sum, sums, warp, warps, 1);
+  sum = sum_over_token<Team::kBlock>(sum, sums);
   inv = inverse_rms(sum, b.reciprocal_of_size, b.next_eps);
   for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
     float v = __bfloat162float(b.hidden[row + i]) * inv;
@@ -145,7 +196,7 @@ enum Shape {
   kOne,      // a block a token, one vector a thread
   kSpread,   // a cluster a token, one vector a thread
   kSeveral,  // a block a token, several vectors a thread
-  kMost,     // from x: the same for H > 7168
+  kMany,     // from x: the same, for many tokens
   kPassing,  // a block a token, several passes of routes
 };
 
@@ -155,7 +206,7 @@ Kernel kernel_of(Shape shape) {
     if (shape == kOne) return tail_kernel<0, 2, false, 512, 2>;
     if (shape == kSpread) return tail_kernel<0, 1, true, 512, 1>;
     if (shape == kSeveral) return tail_kernel<0, 4, false, 224, 4>;
-    return tail_kernel<0, 4, false, 256, 3>;
+    return tail_kernel<0, 2, false, 512, 3>;
   } else if constexpr (kRoutes <= 2) {
     if (shape == kSpread) return tail_kernel<kRoutes, 1, true, 512, 1>;
     return tail_kernel<kRoutes, 2, false, 512, 3>;
@@ -173,31 +224,45 @@ Kernel kernel_of(Shape shape) {
   }
 }
 
+// Blocks a token; top_k is 0 for one that begins with x. Times of eight, four and two, with 8 rows
+// of 7168: T = 8: 1.92, 2.09, 2.86 us; 24: 2.88, 2.50, 3.06; 56: 3.71, 3.34, 3.67; 64: 3.75, 5.23,
+// 3.72, where the clusters of four no longer find room; 80: 5.66, 7.48, 8.42, and 6.65 of one.
+int cluster_of(int64_t tokens, int chunks, int top_k, const Device& device) {
+  const int64_t processors = device.processors;
+  if (device.capability < 90 || chunks == 1) return 1;
+  // More than 16 rows in flight a thread: an SM has room for one block of seven warps.
+  if (top_k > 16) return tokens * 8 <= 2 * processors ? 8 : 1;
+  if (tokens * 14 <= processors) return 8;
+  const bool much = chunks > 20 && (top_k == 0 || top_k > 4);  // to divide
+  if (tokens * (much ? 16 : 32) <= 7 * processors) return 4;
+  if (tokens * 2 <= processors) return 2;
+  if (tokens * 3 > 2 * processors) return 1;
+  return top_k == 0 ? 4 : chunks > 16 ? 8 : 1;
+}
+
 struct Plan {
   Kernel kernel;
   int vectors;  // a thread
   int cluster;  // blocks a token
+  bool steps = false;
 };
 
 // How a token is divided, from T, H, K and the number of SMs. Times are an H200's, at H = 7168.
 Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device& device) {
   // Few tokens: latency. Seven or eight blocks a token read it that much faster than one, which
   // takes 1 us for 8 rows, and a sum over a cluster costs 0.2 us: 1.9 us instead of 3.8 at T = 1.
-  // Past two blocks an SM the parts of a token queue behind each other, and two halves are better
-  // than eight eighths; past one token for two SMs a token has an SM for itself.
-  int cluster = 1;
-  if (device.capability >= 90 && chunks > 1) {
-    if (tokens * 8 <= 2 * device.processors) {
-      cluster = 8;
-    } else if (tokens * 2 <= device.processors) {
-      cluster = top_k > 16 ? 4 : 2;
-    }
-  }
+  // Parts of a token that share an SM queue behind each other: so fewer parts for more tokens, and
+  // past one token for two SMs a token has an SM for itself.
+  const int cluster = cluster_of(tokens, chunks, top_k, device);
   if (!from_experts) {
-    // Four loads a vector are few: more vectors a thread once there are tokens for all SMs.
+    // Two loads a vector are few: more vectors a thread once there are tokens for all SMs. Four
+    // blocks of four vectors an SM take four tokens an SM at once, which three of two do not.
     if (cluster > 1) return {kernel_of<0>(kSpread), 1, cluster};
     if (tokens <= 2 * device.processors) return {kernel_of<0>(kOne), 2, 1};
-    return {kernel_of<0>(chunks <= 28 ? kSeveral : kMost), 4, 1};
+    if (chunks > 16 && chunks <= 28 && tokens <= 4 * device.processors) {
+      return {kernel_of<0>(kSeveral), 4, 1};
+    }
+    return {kernel_of<0>(kMany), 2, 1};
   }
   if (cluster > 1) {
     if (top_k <= 1) return {kernel_of<1>(kSpread), 1, cluster};
@@ -223,8 +288,13 @@ Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device
   if (top_k <= 4) return {kernel_of<4>(shape), vectors, 1};
   // One block an SM, and few tokens: its sums and stores leave the memory idle, since all SMs are at
   // the same place. Two blocks of half the loads are better: 12.4 us instead of 14.8 at T = 256.
-  if (chunks > 20 && chunks <= 28 && tokens <= 4 * device.processors) {
+  if (chunks > 20 && chunks <= 28 && tokens <= 2 * device.processors) {
     return {kernel_of<4>(kPassing), 2, 1};
+  }
+  // Of calls so short, beginning and end are a large part: 40.8 us instead of 44.8 at T = 1024. In
+  // long ones the blocks drift apart, and the memory likes it less: 606 instead of 587 at 16384.
+  if (chunks > 16 && chunks <= 28 && top_k > 4 && tokens <= 20 * device.processors) {
+    return {tail_steps_kernel<8, 28 * kWarp>, 1, 1, true};
   }
   return {kernel_of<8>(shape), vectors, 1};
 }
@@ -266,8 +336,10 @@ void tail(TensorView x, Optional<TensorView> weights, double routed_scale,
   const int warps = (p.chunks + parts - 1) / parts;
   // 28 chunks in parts of 4 are 7 blocks, not 8.
   p.blocks_per_token = chosen.cluster > 1 ? (p.chunks + warps - 1) / warps : 1;
-  launch(chosen.kernel, device,
-         {tokens * p.blocks_per_token, warps * kWarp, p.blocks_per_token, pdl}, p);
+  p.tokens = tokens;
+  const int64_t blocks = chosen.steps ? std::min<int64_t>(tokens, device_of(device).processors)
+                                      : tokens * p.blocks_per_token;
+  launch(chosen.kernel, device, {blocks, warps * kWarp, p.blocks_per_token, pdl}, p);
 }
 
 }  // namespace moetail
