@@ -9,19 +9,29 @@ from torch import Tensor
 
 __all__ = ["bf16", "fp32", "generator", "integers", "signs", "stable_seed", "to_bf16", "uniform"]
 
-_MIN_EXPONENT = -125  # frexp's exponent of 2^-126, the least normal of BF16 and FP32
+_DROPPED = 52 - 7  # bits of float64's mantissa that BF16's lacks
+_MIN_NORMAL = 2.0**-126
+_QUANTUM = 2.0**-133  # between BF16's subnormals
 
 
 def bf16(values: Tensor) -> Tensor:
     """RN of float64 values into BF16's grid, still float64.
 
-    torch casts float64 to BF16 through FP32, which rounds twice; this rounds once.
+    torch casts float64 to BF16 through FP32, which rounds twice; this rounds once. What is past
+    BF16's largest number stays finite: the exponent is float64's.
     """
-    mantissa, exponent = torch.frexp(values)
-    lost = (_MIN_EXPONENT - exponent).clamp(min=0)  # bits that a subnormal lacks
-    quantum = torch.ldexp(torch.ones_like(mantissa), 8 - lost)
-    rounded = torch.round(mantissa * quantum) / quantum  # torch rounds halves to even
-    return torch.where(torch.isfinite(values), torch.ldexp(rounded, exponent), values)
+    bits = values.contiguous().view(torch.int64)
+    last = (bits >> _DROPPED) & 1  # of a tie, the even one: a carry where the last kept bit is set
+    carried = (bits + last).add_((1 << (_DROPPED - 1)) - 1)
+    rounded = carried.bitwise_and_(-1 << _DROPPED).view(torch.float64)
+    magnitude = values.abs()
+    subnormal, special = magnitude < _MIN_NORMAL, ~(magnitude < torch.inf)
+    if bool(subnormal.any()):
+        # Scaling is exact, and torch rounds halves to even.
+        rounded[subnormal] = torch.round(values[subnormal] / _QUANTUM) * _QUANTUM
+    if bool(special.any()):
+        rounded[special] = values[special]
+    return rounded
 
 
 def fp32(values: Tensor) -> Tensor:
