@@ -19,9 +19,10 @@
 // tests/test_exchange_model.py runs all schedules of this, and of protocols without one of its parts.
 //
 // Replicas are bit-identical (OWN-3). Payload is exchanged after its rounding to BF16; its owner too
-// goes on from what it sent. From there on all ranks evaluate the same code over the same bits: a
-// warp holds the same 256 elements of a token, however tokens are divided, and sums go in the order
-// of lanes, of warps and, over ranks, of ranks.
+// goes on from what it sent. From there on all ranks evaluate the same functions over the same bits:
+// the 256 elements of a chunk are in one warp, however tokens are divided, their sum is made by the
+// same additions whether the warp holds one chunk or four, and sums go on in the order of chunks
+// and, over ranks, of ranks.
 #pragma once
 
 #include "stages.cuh"
