@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from moetail.conformance.asked import make_plan
-from moetail.conformance.checks import Plan
+from moetail.conformance.asked import load_checks, make_plan
+from moetail.conformance.checks import Plan, Tail, all_trials
 from moetail.conformance.ranks import RankPool
 from moetail.conformance.results import CONFORMS, NOT_JUDGED, NOT_PROVIDED, VIOLATES, Results
 from moetail.conformance.runner import run_suite
+from moetail.conformance.trying import attempt
 from moetail.spec.rules import FINALIZE, GATHER, MOE_OUTPUT, OPERATIONS
 
 _FINALIZE = """
@@ -129,6 +130,19 @@ def pool() -> Iterator[RankPool]:
 def judged(tmp_path: Path, source: str, pool: RankPool, **restrict: tuple[str, ...]) -> Results:
     plan = make_plan(ranks="1,2,3")
     return run_suite(write(tmp_path, source), plan, pool=pool, **restrict)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "status"),
+    [("output.copy_(scaled)", CONFORMS), ("output[:256].copy_(scaled[:256])", VIOLATES)],
+)
+def test_what_only_long_batches_show(tmp_path: Path, written: str, status: str) -> None:
+    """A GPU's plan has them; the shortest of its trials is quick enough on the CPU."""
+    (check,) = (check for check in load_checks() if check.name == "test_tail_on_long_batches")
+    (trial,) = all_trials(check, Plan(device="cuda"), [FINALIZE])
+    tail = Tail.of(write(tmp_path, finalize(WRITE=written)), Plan())
+    result, _ = attempt(check, tail, trial)
+    assert result.status == status, result.found
 
 
 def test_a_legal_file_conforms_and_the_rest_is_not_provided(tmp_path: Path, pool: RankPool) -> None:

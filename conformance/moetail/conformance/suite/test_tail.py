@@ -6,6 +6,7 @@ What fails here is named by the diagnosis, which knows the deviations of the cat
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from hypothesis import HealthCheck, find, settings
 from hypothesis.errors import NoSuchExample
@@ -23,7 +24,7 @@ from moetail.conformance.execution import Step
 from moetail.conformance.producers import MODELS, Case
 from moetail.conformance.producers.strategies import case_strategy
 from moetail.conformance.trials import draw, trials
-from moetail.spec.rules import BOUNDARY
+from moetail.spec.rules import BOUNDARY, FUSED, GATHER
 
 _SOURCES = ("normal", "cancel", "subnormal", "huge", "tiny", "wide", "zeros")
 
@@ -63,6 +64,30 @@ def _any_source(plan: Plan, name: str) -> Iterator[Trial]:
 
 @checks_rule(TAIL, _any_source)
 def test_tail_on_every_source(tail: Tail, trial: Trial) -> None:
+    tail.conforms(*tail.run(Step(trial.case)))
+
+
+# T, K, H of long batches. Kernels divide those in other ways, by all three sizes, and what is wrong
+# there is wrong nowhere else: rows that a thread holds no part of, or a block's second token.
+_LONG = ((270, 5, 5120), (1100, 2, 7168), (1030, 8, 4608), (2100, 1, 5120), (700, 10, 2048))
+
+
+def _batches(plan: Plan, name: str) -> Iterator[Trial]:
+    """On a GPU, which is quick with them."""
+    if plan.device != "cuda":
+        return
+    for turn, (tokens, top_k, hidden) in enumerate(_LONG[: plan.pick(1, len(_LONG))]):
+        fixed: dict[str, Any] = {"tokens": tokens, "hidden": hidden}
+        fixed["top_k"] = 1 if name == BOUNDARY else top_k
+        if name == FUSED:
+            fixed["strategy"] = "fused"
+        if name == GATHER:
+            fixed["strategy"] = ("oneshot", "twoshot")[turn % 2]
+        yield from trials(draw(plan, name, ("long", tokens), 1, fixed=fixed, free=True))
+
+
+@checks_rule(TAIL, _batches)
+def test_tail_on_long_batches(tail: Tail, trial: Trial) -> None:
     tail.conforms(*tail.run(Step(trial.case)))
 
 
