@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import moetail.kernels as kernels
+from moetail.conformance.dumps import capture, judge_files
+from moetail.conformance.results import CONFORMS
 from moetail.kernels import operators
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 
@@ -340,6 +343,38 @@ def test_another_stream_and_a_refusal_between() -> None:
 def big() -> Iterator[int]:
     free, _ = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
     yield from ([7168] if free > 24 * 2**30 else [])
+
+
+def test_captured_calls_are_judged_without_the_gpu(tmp_path: Path) -> None:
+    tokens, hidden, top_k = 37, 2048, 10
+    x = UnfinalizedMoEOutput(
+        grid(tokens * top_k, hidden),
+        grid(tokens, top_k).float(),
+        torch.arange(tokens * top_k, dtype=torch.int32, device=DEVICE).view(tokens, top_k),
+    )
+    residual, weight = grid(tokens, hidden), grid(hidden)
+
+    def call() -> tuple[Tensor, Tensor | None]:
+        return kernels.beam_moe_finalize_norm_residual_norm(
+            x, residual, weight, EPS, weight, EPS, (0.625, 1.5), 0.75
+        )
+
+    call()
+    torch.cuda.synchronize()
+    with capture(tmp_path, kernels, tokens=[0, 36], calls=range(3)) as made:
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with (
+            pytest.warns(UserWarning, match="call 1 of .* is not saved: a CUDA graph"),
+            torch.cuda.graph(graph),
+        ):
+            call()
+        graph.replay()
+        call()
+    assert len(made.files) == 2
+    results = judge_files(made.files)
+    assert results.verdict == CONFORMS, results.violations
+    assert results.judged >= 2 * 2 * 2 * hidden
 
 
 @pytest.mark.parametrize("hidden", list(big()))
