@@ -96,9 +96,20 @@ def boundary(i: Inputs) -> Any:
 OPERATIONS = {"finalize": finalize, "fused": fused, "boundary": boundary}
 
 
-def rows_moved(operation: str, top_k: int) -> int:
+def rows_moved(operation: str, top_k: int) -> tuple[int, int]:
     """Rows of H read and written a token, each once."""
-    return {"finalize": top_k + 1, "fused": top_k + 3, "boundary": 4}[operation]
+    return {"finalize": (top_k, 1), "fused": (top_k + 1, 2), "boundary": (2, 2)}[operation]
+
+
+def own_stream(operation: str, top_k: int) -> str:
+    """The stream that reads and writes in the operation's proportion, or nearly."""
+
+    def share(reads: int, writes: int) -> float:
+        return reads / (reads + writes)
+
+    own = share(*rows_moved(operation, top_k))
+    both = [stream for stream in timing.STREAMS if stream[1]]
+    return "{}:{}".format(*min(both, key=lambda stream: abs(share(*stream) - own)))
 
 
 @pytest.mark.parametrize("operation", list(OPERATIONS))
@@ -108,7 +119,7 @@ def test_bench(
 ) -> None:
     hidden, top_k = MODELS[model]
     weights = 4 * tokens * top_k if operation != "boundary" else 0
-    moved = 2 * hidden * tokens * rows_moved(operation, top_k) + weights
+    moved = 2 * hidden * tokens * sum(rows_moved(operation, top_k)) + weights
     sets = [inputs(tokens, hidden, top_k) for _ in range(timing.number_of_sets(tokens, moved))]
 
     def measure(call: Any) -> float:
@@ -130,8 +141,7 @@ def test_bench(
         times = {s.name: s.microseconds * moved / s.bytes for s in timing.streams(moved)}
         row["stream_us"] = min(times.values())
         row["share_of_stream"] = row["stream_us"] / us
-        # The stream of this operation's own proportion of reads to writes, at K = 8.
-        row["own_stream"] = {"finalize": "8:1", "fused": "9:2", "boundary": "2:2"}[operation]
+        row["own_stream"] = own_stream(operation, top_k)
         row["share_of_own_stream"] = times[row["own_stream"]] / us
     if model == "DeepSeek-V3":
         row.update(peers_of(operation, measure))

@@ -1,4 +1,4 @@
-"""What the distributed benchmark concludes from its times."""
+"""What the benchmarks conclude from their times, and compare them with."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-@pytest.fixture
-def thresholds(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=["test_bench_distributed"])
+def benchmark_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("test_bench_distributed").thresholds
-    for name in ("test_bench_distributed", "rank_timing", "timing", "peers"):
+    yield importlib.import_module(request.param)
+    for name in (request.param, "rank_timing", "timing", "peers"):
         sys.modules.pop(name, None)
 
 
@@ -54,9 +54,24 @@ def rows(**times: tuple[float, float, float]) -> list[dict[str, Any]]:
     ],
 )
 def test_thresholds(
-    thresholds: Any, measured: dict[str, Any], oneshot: int, separate: int | None
+    benchmark_module: Any, measured: dict[str, Any], oneshot: int, separate: int | None
 ) -> None:
-    assert thresholds(rows(**measured)) == {
+    assert benchmark_module.thresholds(rows(**measured)) == {
         "moe_gather_oneshot_max_tokens": oneshot,
         "moe_gather_separate_norm_min_tokens": separate,
     }
+
+
+@pytest.mark.parametrize("benchmark_module", ["test_bench"], indirect=True)
+@pytest.mark.parametrize(
+    ("operation", "top_k", "stream"),
+    [
+        *(("finalize", 8, "8:1"), ("fused", 8, "9:2"), ("boundary", 8, "2:2")),
+        *(("finalize", 10, "8:1"), ("finalize", 1, "2:2"), ("fused", 1, "2:2")),
+        ("fused", 2, "2:2"),
+    ],
+)
+def test_streams_of_an_operations_own_proportion(
+    benchmark_module: Any, operation: str, top_k: int, stream: str
+) -> None:
+    assert benchmark_module.own_stream(operation, top_k) == stream

@@ -63,7 +63,7 @@ class Plan:
     """How much to check, and where.
 
     Attributes:
-        profile: "quick" (a minute), "full" (ten) or "soak".
+        profile: "quick" (half a minute on two cores), "full" (three) or "soak".
         seed: shifts every case's seed; the same plan makes the same cases.
         ranks: the numbers of ranks that distributed operations run with.
         device: "cpu" or "cuda".
