@@ -293,7 +293,7 @@ Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device
   }
   // Of calls so short, beginning and end are a large part: 40.8 us instead of 44.8 at T = 1024. In
   // long ones the blocks drift apart, and the memory likes it less: 606 instead of 587 at 16384.
-  if (chunks > 16 && chunks <= 28 && top_k > 4 && tokens <= 20 * device.processors) {
+  if (chunks > 16 && chunks <= 28 && tokens <= 20 * device.processors) {
     return {tail_steps_kernel<8, 28 * kWarp>, 1, 1, true};
   }
   return {kernel_of<8>(shape), vectors, 1};
