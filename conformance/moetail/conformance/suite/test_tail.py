@@ -73,10 +73,9 @@ _LONG = ((270, 5, 5120), (1100, 2, 7168), (1030, 8, 4608), (2100, 1, 5120), (700
 
 
 def _batches(plan: Plan, name: str) -> Iterator[Trial]:
-    """On a GPU, which is quick with them."""
-    if plan.device != "cuda":
-        return
-    for turn, (tokens, top_k, hidden) in enumerate(_LONG[: plan.pick(1, len(_LONG))]):
+    """A GPU is quick with them; a CPU tries the shortest one in the full profile."""
+    count = plan.pick(1, len(_LONG)) if plan.device == "cuda" else plan.pick(0, 1)
+    for turn, (tokens, top_k, hidden) in enumerate(_LONG[:count]):
         fixed: dict[str, Any] = {"tokens": tokens, "hidden": hidden}
         fixed["top_k"] = 1 if name == BOUNDARY else top_k
         if name == FUSED:
