@@ -144,9 +144,10 @@ void finalize(TensorView rows, Optional<TensorView> weights, Optional<TensorView
   }
   p.chunks_per_token = static_cast<unsigned>(hidden_size / kChunk);
   p.chunks = static_cast<unsigned>(tokens * p.chunks_per_token);
-  const Choice chosen = choose(top_k, p.chunks <= 36u * device_of(device).processors);
+  const int processors = device_of(device).processors;
+  const Choice chosen = choose(top_k, p.chunks <= 36u * processors);
   const int64_t pieces = (p.chunks + chosen.chunks - 1) / chosen.chunks;
-  const int warps = warps_of(pieces, chosen.max_warps, device_of(device).processors);
+  const int warps = warps_of(pieces, chosen.max_warps, processors);
   const int per_block = warps * chosen.chunks;
   launch(chosen.kernel, device, {(p.chunks + per_block - 1) / per_block, warps * kWarp, 1, pdl}, p);
 }

@@ -355,8 +355,9 @@ void gather(bool twoshot, TensorView rows, Optional<TensorView> weights, double 
       const Kernel divided = kernel_of(twoshot, p.experts.top_k, kDivided);
       const int whole = (p.chunks + kQuarters - 1) / kQuarters * kQuarters;
       const Layout other = layout_of(divided, tokens, whole, 1, static_cast<int>(share), device);
-      if (other.blocks > 1) p.receivers = receivers_of(other.blocks, p.exchange.ranks);
-      if (other.blocks > 1 && per_rank >= 5 * (other.blocks - p.receivers)) {
+      const int receivers = other.blocks > 1 ? receivers_of(other.blocks, p.exchange.ranks) : 0;
+      if (receivers > 0 && per_rank >= 5 * (other.blocks - receivers)) {
+        p.receivers = receivers;
         kernel = divided;
         layout = other;
       }

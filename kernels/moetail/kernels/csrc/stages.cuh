@@ -239,10 +239,12 @@ __device__ __forceinline__ void add_routes(float (&sum)[kVectors][kVector], cons
 
 // ---- norm --------------------------------------------------------------------------------------
 
-// Butterfly: every lane ends with the same bits, since a + b = b + a.
-__device__ __forceinline__ float sum_over_warp(float value) {
+// Butterfly over so many neighbouring lanes, or all 32: every lane ends with the same bits, since
+// a + b = b + a.
+template <int kLanes = kWarp>
+__device__ __forceinline__ float sum_over_lanes(float value) {
 #pragma unroll
-  for (int offset = kWarp / 2; offset > 0; offset /= 2) {
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
     value += __shfl_xor_sync(kFull, value, offset);
   }
   return value;
@@ -285,27 +287,17 @@ __device__ __forceinline__ void barrier_expect(uint64_t* barrier, unsigned bytes
                : "memory");
 }
 
-template <bool kCluster = false>
+// What other blocks of the cluster have sent is then there.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity) {
   unsigned done;
   do {
-    if constexpr (kCluster) {
-      asm volatile(
-          "{\n.reg .pred done;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done;\n}\n"
-          : "=r"(done)
-          : "r"(shared_address(barrier)), "r"(parity)
-          : "memory");
-    } else {
-      asm volatile(
-          "{\n.reg .pred done;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done;\n}\n"
-          : "=r"(done)
-          : "r"(shared_address(barrier)), "r"(parity)
-          : "memory");
-    }
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
   } while (!done);
 }
 #endif
@@ -342,13 +334,9 @@ __device__ __forceinline__ void cluster_sums_ready() {
 // Eight lanes read the slots, four each, so that three exchanges between lanes do instead of five.
 __device__ __forceinline__ float sum_of_slots(const TokenSum* sum) {
   const int lane = threadIdx.x % kWarp;
-  const float4 slots = reinterpret_cast<const float4*>(sum->partial)[lane % (kMaxWarps / 4)];
-  float total = (slots.x + slots.y) + (slots.z + slots.w);
-#pragma unroll
-  for (int offset = kMaxWarps / 8; offset > 0; offset /= 2) {
-    total += __shfl_xor_sync(kFull, total, offset);
-  }
-  return total;
+  constexpr int kLanes = kMaxWarps / 4;
+  const float4 slots = reinterpret_cast<const float4*>(sum->partial)[lane % kLanes];
+  return sum_over_lanes<kLanes>((slots.x + slots.y) + (slots.z + slots.w));
 }
 
 template <Team kTeam>
@@ -356,7 +344,7 @@ __device__ __forceinline__ float sum_over_token(float value, Sums& sums) {
   static_assert(kTeam != Team::kQuarter, "a quarter's thread has a value for each chunk");
   TokenSum* sum = sums.next();
   const int lane = threadIdx.x % kWarp;
-  value = sum_over_warp(value);
+  value = sum_over_lanes(value);
   if constexpr (kTeam == Team::kCluster) {
 #if __CUDA_ARCH__ >= 900
     if (lane < sums.blocks) {
@@ -372,7 +360,7 @@ __device__ __forceinline__ float sum_over_token(float value, Sums& sums) {
           "r"(__float_as_uint(value)), "r"(arrived)
           : "memory");
     }
-    barrier_wait<true>(&sum->arrived, 0);
+    barrier_wait(&sum->arrived, 0);
 #endif
   } else {
     if (lane == 0) sum->partial[sums.warp] = value;
@@ -386,7 +374,7 @@ __device__ __forceinline__ void quarter_sync(const Sums& sums) {
 }
 
 // A quarter holds four chunks a warp. Each chunk is summed up by itself, into the slot of the warp
-// that holds it where a token has a whole block, and by the same additions as in sum_over_warp: the
+// that holds it where a token has a whole block, and by the same additions as over a warp: the
 // bits are those of a block. Half the lanes go on with half the chunks, then a quarter with one.
 __device__ __forceinline__ float sum_over_quarter(const float (&value)[kQuarters], Sums& sums) {
   TokenSum* sum = sums.next();
@@ -400,8 +388,7 @@ __device__ __forceinline__ float sum_over_quarter(const float (&value)[kQuarters
   }
   float one = odd ? pair[1] : pair[0];
   one += __shfl_xor_sync(kFull, odd ? pair[0] : pair[1], 8);
-#pragma unroll
-  for (int offset = 4; offset > 0; offset /= 2) one += __shfl_xor_sync(kFull, one, offset);
+  one = sum_over_lanes<8>(one);
   if (lane % 8 == 0) sum->partial[lane / 8 * sums.warps + sums.warp] = one;
   quarter_sync(sums);
   return sum_of_slots(sum);

@@ -254,12 +254,13 @@ Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device
   // Parts of a token that share an SM queue behind each other: so fewer parts for more tokens, and
   // past one token for two SMs a token has an SM for itself.
   const int cluster = cluster_of(tokens, chunks, top_k, device);
+  const bool one_block = chunks > 16 && chunks <= 28;  // of a warp a chunk, an SM has room for one
   if (!from_experts) {
     // Two loads a vector are few: more vectors a thread once there are tokens for all SMs. Four
     // blocks of four vectors an SM take four tokens an SM at once, which three of two do not.
     if (cluster > 1) return {kernel_of<0>(kSpread), 1, cluster};
     if (tokens <= 2 * device.processors) return {kernel_of<0>(kOne), 2, 1};
-    if (chunks > 16 && chunks <= 28 && tokens <= 4 * device.processors) {
+    if (one_block && tokens <= 4 * device.processors) {
       return {kernel_of<0>(kSeveral), 4, 1};
     }
     return {kernel_of<0>(kMany), 2, 1};
@@ -283,17 +284,17 @@ Plan plan(int64_t tokens, int chunks, bool from_experts, int top_k, const Device
   // 28 warps of one vector and eight rows fill an SM's registers, and more routes come in passes.
   if (top_k > 8) return {kernel_of<8>(kPassing), 1, 1};
   // 17 to 20 such warps would leave 40% of them empty: twice half as many, of two vectors.
-  const Shape shape = chunks > 16 && chunks <= 20 ? kSeveral : kOne;
+  const Shape shape = one_block && chunks <= 20 ? kSeveral : kOne;
   const int vectors = shape == kSeveral ? 2 : 1;
   if (top_k <= 4) return {kernel_of<4>(shape), vectors, 1};
   // One block an SM, and few tokens: its sums and stores leave the memory idle, since all SMs are at
   // the same place. Two blocks of half the loads are better: 12.4 us instead of 14.8 at T = 256.
-  if (chunks > 20 && chunks <= 28 && tokens <= 2 * device.processors) {
+  if (one_block && chunks > 20 && tokens <= 2 * device.processors) {
     return {kernel_of<4>(kPassing), 2, 1};
   }
   // Of calls so short, beginning and end are a large part: 40.8 us instead of 44.8 at T = 1024. In
   // long ones the blocks drift apart, and the memory likes it less: 606 instead of 587 at 16384.
-  if (chunks > 16 && chunks <= 28 && tokens <= 20 * device.processors) {
+  if (one_block && tokens <= 20 * device.processors) {
     return {tail_steps_kernel<8, 28 * kWarp>, 1, 1, true};
   }
   return {kernel_of<8>(shape), vectors, 1};
@@ -331,14 +332,15 @@ void tail(TensorView x, Optional<TensorView> weights, double routed_scale,
     launch(tail_any_kernel, device, {tokens, 256, 1, pdl}, p, hidden_size);
     return;
   }
-  const Plan chosen = plan(tokens, p.chunks, from_experts, p.experts.top_k, device_of(device));
+  const Device& gpu = device_of(device);
+  const Plan chosen = plan(tokens, p.chunks, from_experts, p.experts.top_k, gpu);
   const int parts = chosen.vectors * chosen.cluster;
   const int warps = (p.chunks + parts - 1) / parts;
   // 28 chunks in parts of 4 are 7 blocks, not 8.
   p.blocks_per_token = chosen.cluster > 1 ? (p.chunks + warps - 1) / warps : 1;
   p.tokens = tokens;
-  const int64_t blocks = chosen.steps ? std::min<int64_t>(tokens, device_of(device).processors)
-                                      : tokens * p.blocks_per_token;
+  const int64_t blocks =
+      chosen.steps ? std::min<int64_t>(tokens, gpu.processors) : tokens * p.blocks_per_token;
   launch(chosen.kernel, device, {blocks, warps * kWarp, p.blocks_per_token, pdl}, p);
 }
 
