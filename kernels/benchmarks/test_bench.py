@@ -8,6 +8,7 @@ the JSON and the plot go.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,15 +102,12 @@ def rows_moved(operation: str, top_k: int) -> tuple[int, int]:
     return {"finalize": (top_k, 1), "fused": (top_k + 1, 2), "boundary": (2, 2)}[operation]
 
 
-def own_stream(operation: str, top_k: int) -> str:
-    """The stream that reads and writes in the operation's proportion, or nearly."""
-
-    def share(reads: int, writes: int) -> float:
-        return reads / (reads + writes)
-
-    own = share(*rows_moved(operation, top_k))
-    both = [stream for stream in timing.STREAMS if stream[1]]
-    return "{}:{}".format(*min(both, key=lambda stream: abs(share(*stream) - own)))
+def own_stream(operation: str, top_k: int, streams: Sequence[timing.Stream]) -> timing.Stream:
+    """The one of those that reads and writes in the operation's proportion, or nearly."""
+    reads, writes = rows_moved(operation, top_k)
+    own = reads / (reads + writes)
+    both = [stream for stream in streams if stream.writes]
+    return min(both, key=lambda stream: abs(stream.reads / (stream.reads + stream.writes) - own))
 
 
 @pytest.mark.parametrize("operation", list(OPERATIONS))
@@ -138,11 +136,12 @@ def test_bench(
         "tb_s": moved / us / 1e6,
     }
     if tokens > timing.HOT_TOKENS:
-        times = {s.name: s.microseconds * moved / s.bytes for s in timing.streams(moved)}
-        row["stream_us"] = min(times.values())
+        streams = timing.streams(moved)
+        own = own_stream(operation, top_k, streams)
+        row["stream_us"] = min(moved / s.bandwidth / 1e6 for s in streams)
         row["share_of_stream"] = row["stream_us"] / us
-        row["own_stream"] = own_stream(operation, top_k)
-        row["share_of_own_stream"] = times[row["own_stream"]] / us
+        row["own_stream"] = own.name
+        row["share_of_own_stream"] = moved / own.bandwidth / 1e6 / us
     if model == "DeepSeek-V3":
         row.update(peers_of(operation, measure))
     benchmark.extra_info.update(row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-@pytest.fixture(params=["test_bench_distributed"])
-def benchmark_module(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a module of the benchmarks."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module(request.param)
-    for name in (request.param, "rank_timing", "timing", "peers"):
-        sys.modules.pop(name, None)
+    return importlib.import_module
 
 
 def rows(**times: tuple[float, float, float]) -> list[dict[str, Any]]:
@@ -54,15 +53,17 @@ def rows(**times: tuple[float, float, float]) -> list[dict[str, Any]]:
     ],
 )
 def test_thresholds(
-    benchmark_module: Any, measured: dict[str, Any], oneshot: int, separate: int | None
+    benchmarks: Callable[[str], Any],
+    measured: dict[str, Any],
+    oneshot: int,
+    separate: int | None,
 ) -> None:
-    assert benchmark_module.thresholds(rows(**measured)) == {
+    assert benchmarks("test_bench_distributed").thresholds(rows(**measured)) == {
         "moe_gather_oneshot_max_tokens": oneshot,
         "moe_gather_separate_norm_min_tokens": separate,
     }
 
 
-@pytest.mark.parametrize("benchmark_module", ["test_bench"], indirect=True)
 @pytest.mark.parametrize(
     ("operation", "top_k", "stream"),
     [
@@ -72,6 +73,8 @@ def test_thresholds(
     ],
 )
 def test_streams_of_an_operations_own_proportion(
-    benchmark_module: Any, operation: str, top_k: int, stream: str
+    benchmarks: Callable[[str], Any], operation: str, top_k: int, stream: str
 ) -> None:
-    assert benchmark_module.own_stream(operation, top_k) == stream
+    timing = benchmarks("timing")
+    streams = [timing.Stream(reads, writes, 1, 1.0) for reads, writes in timing.STREAMS]
+    assert benchmarks("test_bench").own_stream(operation, top_k, streams).name == stream

@@ -27,9 +27,9 @@ def bits(values: torch.Tensor) -> list[int]:
 
 
 def check(values: list[float]) -> None:
-    given = torch.tensor(values, dtype=torch.float64)
+    found = bf16(torch.tensor(values, dtype=torch.float64))
     expected = torch.tensor([nearest(value) for value in values], dtype=torch.float64)
-    assert bits(bf16(given)) == bits(expected)
+    assert bits(found) == bits(expected)
 
 
 @given(st.lists(st.floats(-LARGEST, LARGEST), min_size=1, max_size=40))
