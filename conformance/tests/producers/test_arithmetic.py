@@ -70,3 +70,25 @@ def test_as_a_tensor(values: list[float]) -> None:
     made = to_bf16(torch.tensor(values, dtype=torch.float64))
     assert made.dtype is torch.bfloat16
     assert made.double().tolist() == [nearest(value) for value in values]
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40))
+def test_fp32_as_a_tensor(values: list[float]) -> None:
+    """As the float64 values do, NaN and what is past the largest number included."""
+    single = torch.tensor(values, dtype=torch.float32)
+    made, through = to_bf16(single), to_bf16(single.double())
+    assert made.dtype is torch.bfloat16
+    assert made.isnan().equal(single.isnan())
+    assert torch.equal(made.nan_to_num(7.0), through.nan_to_num(7.0))
+
+
+def test_large_tensors_element_by_element() -> None:
+    """Those are taken in pieces of 65536: one and a last element, and the ends of both."""
+    values = torch.randn(2, 65536 + 3, generator=torch.Generator().manual_seed(2)).double()
+    values[1, -1] = 1 + 2.0**-8 + 2.0**-40  # above a tie
+    flat = values.view(-1).tolist()
+    for at in (0, 65535, 65536, 131071, 131072, len(flat) - 1):
+        expected = nearest(flat[at])
+        assert bf16(values).view(-1)[at] == expected
+        assert to_bf16(values).view(-1)[at] == expected
+    assert to_bf16(values).shape == values.shape

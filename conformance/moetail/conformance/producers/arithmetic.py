@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["bf16", "fp32", "generator", "integers", "signs", "stable_seed", "to_bf16", "uniform"]
+__all__ = [
+    "bf16",
+    "coins",
+    "fp32",
+    "generator",
+    "integers",
+    "signs",
+    "stable_seed",
+    "to_bf16",
+    "uniform",
+]
 
 _DROPPED = 52 - 7  # bits of float64's mantissa that BF16's lacks
 _MIN_NORMAL = 2.0**-126
 _QUANTUM = 2.0**-133  # between BF16's subnormals
+_PIECE = 1 << 16  # elements whose intermediates stay in a cache
 
 
 def bf16(values: Tensor) -> Tensor:
@@ -20,7 +32,11 @@ def bf16(values: Tensor) -> Tensor:
     torch casts float64 to BF16 through FP32, which rounds twice; this rounds once. What is past
     BF16's largest number stays finite: the exponent is float64's.
     """
-    bits = values.contiguous().view(torch.int64)
+    return _by_pieces(_rounded, values, torch.float64)
+
+
+def _rounded(values: Tensor) -> Tensor:
+    bits = values.view(torch.int64)
     last = (bits >> _DROPPED) & 1  # of a tie, the even one: a carry where the last kept bit is set
     carried = (bits + last).add_((1 << (_DROPPED - 1)) - 1)
     rounded = carried.bitwise_and_(-1 << _DROPPED).view(torch.float64)
@@ -34,14 +50,25 @@ def bf16(values: Tensor) -> Tensor:
     return rounded
 
 
+def _by_pieces(function: Callable[[Tensor], Tensor], values: Tensor, dtype: torch.dtype) -> Tensor:
+    """``function`` of every element: what large tensors take is mostly the way to memory."""
+    made = torch.empty(values.shape, dtype=dtype)
+    flat, places = values.contiguous().view(-1), made.view(-1)
+    for at in range(0, flat.numel(), _PIECE):
+        places[at : at + _PIECE] = function(flat[at : at + _PIECE])
+    return made
+
+
 def fp32(values: Tensor) -> Tensor:
     """RN of float64 values into FP32, still float64."""
     return values.to(torch.float32).to(torch.float64)
 
 
 def to_bf16(values: Tensor) -> Tensor:
-    """float64 values as a BF16 tensor, rounded once."""
-    return bf16(values).to(torch.float32).to(torch.bfloat16)
+    """float64 or FP32 values as a BF16 tensor, rounded once."""
+    if values.dtype is torch.float32:
+        return values.to(torch.bfloat16)
+    return _by_pieces(_rounded, values, torch.bfloat16)
 
 
 def stable_seed(*parts: object) -> int:
@@ -60,6 +87,11 @@ def generator(*parts: object) -> torch.Generator:
 def integers(low: int, high: int, shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     """Integers of [low, high], both included, as float64."""
     return torch.randint(low, high + 1, shape, generator=gen).to(torch.float64)
+
+
+def coins(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
+    """True or False."""
+    return torch.randint(0, 2, shape, generator=gen, dtype=torch.bool)
 
 
 def signs(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moetail.conformance.producers.arithmetic import integers, signs
+from moetail.conformance.producers.arithmetic import coins, integers
 from moetail.spec import UnfinalizedMoEOutput
 
 __all__ = ["capacity_slots", "identity_rows", "permuted_rows", "poisoned", "route_major_rows"]
@@ -24,11 +24,9 @@ def poisoned(
         return torch.full(shape, torch.nan, dtype=dtype)
     if poison == "random":
         return (torch.randn(shape, generator=gen) * 3.0).to(dtype)
-    sign = signs(shape, gen).to(torch.float32)
-    if poison == "inf":
-        return (sign * torch.inf).to(dtype)
-    largest = min(_LARGEST, torch.finfo(dtype).max)
-    return (sign * largest).to(dtype)
+    largest = torch.inf if poison == "inf" else min(_LARGEST, torch.finfo(dtype).max)
+    value = torch.tensor(largest, dtype=dtype)
+    return torch.where(coins(shape, gen), value, -value)
 
 
 def permuted_rows(
@@ -61,8 +59,11 @@ def permuted_rows(
         at += -(-group.numel() // tile) * tile
     total = last if tight else at + int(integers(0, 2 * tile, (1,), gen))
     # A rank without a single route still has a row, as no buffer of a producer is empty.
-    out = poisoned((max(total, min(tokens, 1)), hidden), poison, gen)
+    named = torch.zeros(max(total, min(tokens, 1)), dtype=torch.bool)
+    named[index[flat_local].long()] = True
+    out = rows.new_empty((named.numel(), hidden))
     out[index[flat_local].long()] = rows.reshape(-1, hidden)[flat_local]
+    out[~named] = poisoned((int((~named).sum()), hidden), poison, gen)
     return out, index.view(tokens, top_k)
 
 
@@ -71,18 +72,16 @@ def route_major_rows(
 ) -> tuple[Tensor, Tensor]:
     """Row t * K + k for route (t, k), poison and -1 where it is not local: (rows, map)."""
     tokens, top_k, hidden = rows.shape
-    out = poisoned((tokens, top_k, hidden), poison, gen)
+    out = torch.empty_like(rows)
     out[local] = rows[local]
+    out[~local] = poisoned((int((~local).sum()), hidden), poison, gen)
     index = torch.arange(tokens * top_k, dtype=torch.int32).view(tokens, top_k)
     return out.view(-1, hidden), torch.where(local, index, torch.full_like(index, -1))
 
 
 def capacity_slots(rows: Tensor, *, extra: int, poison: str, gen: torch.Generator) -> Tensor:
     """MegaMoE's ``[capacity, K, H]``: the live slots, then ``extra`` slots of poison."""
-    tokens, top_k, hidden = rows.shape
-    out = poisoned((tokens + extra, top_k, hidden), poison, gen)
-    out[:tokens] = rows
-    return out
+    return torch.cat([rows, poisoned((extra, *rows.shape[1:]), poison, gen)])
 
 
 def identity_rows(
@@ -95,7 +94,7 @@ def identity_rows(
     """
     tokens, top_k, hidden = rows.shape
     slots = capacity_slots(rows, extra=extra, poison=poison, gen=gen)
-    all_weights = poisoned((tokens + extra, top_k), poison, gen, weights.dtype)
-    all_weights[:tokens] = weights
+    dead_weights = poisoned((extra, top_k), poison, gen, weights.dtype)
+    all_weights = torch.cat([weights, dead_weights])
     index = torch.arange((tokens + extra) * top_k, dtype=torch.int32)
     return UnfinalizedMoEOutput(slots.view(-1, hidden), all_weights, index.view(-1, top_k))

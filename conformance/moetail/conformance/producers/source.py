@@ -38,13 +38,13 @@ class Source:
 
 @dataclass
 class Draws:
-    """Float64 values of a case before its source shapes them."""
+    """Values of a case before its source shapes them, which it does in float64."""
 
     case: Case
 
     def _normal(self, name: str, *shape: int) -> Tensor:
         gen = generator(self.case.value_key, name)
-        return torch.randn(shape, generator=gen).double()
+        return torch.randn(shape, generator=gen)
 
     @property
     def has_routes(self) -> bool:
@@ -77,18 +77,23 @@ class Draws:
         return drawn / drawn.sum(-1, keepdim=True)
 
     def norm_weight(self, norm: str) -> Tensor:
-        return 1.0 + 0.2 * self._normal(f"{norm}_weight", self.case.hidden)
+        return 1.0 + 0.2 * self._normal(f"{norm}_weight", self.case.hidden).double()
 
     def problem(
         self,
-        shape: Callable[[str, Tensor], Tensor] = lambda name, values: values,
+        shape: Callable[[str, Tensor], Tensor] | None = None,
         routing: Routing | None = None,
         weights: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> Problem:
-        """Normal values, each tensor passed through ``shape(name, values)``."""
+        """Normal values, each tensor passed through ``shape(name, values)`` if that is given."""
+
+        def shaped(name: str, sizes: tuple[int, ...]) -> Tensor:
+            values = self._normal(name, *sizes)
+            return values if shape is None else shape(name, values.double())
+
         drawn = {
-            name: shape(name, self._normal(name, *sizes))
+            name: shaped(name, sizes)
             for name, sizes in (
                 ("finalized", self.finalized_shape),
                 ("residual", self.residual_shape),
@@ -96,7 +101,7 @@ class Draws:
             )
         }
         if rows is None:
-            rows = shape("rows", self._normal("rows", *self.rows_shape))
+            rows = shaped("rows", self.rows_shape)
         if weights is None:
             weights = self.weights()
         return Problem(

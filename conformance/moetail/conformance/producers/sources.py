@@ -54,7 +54,7 @@ def _moe(case: Case) -> Problem:
         weights = weights * model.routed_scale  # this router folds it into the weights
     rows = layer.rows(x, ids) if draws.has_routes else torch.empty(draws.rows_shape)
     routing = Routing(ids, expert_owners(case)[ids])
-    made = draws.problem(routing=routing, weights=weights, rows=rows.double())
+    made = draws.problem(routing=routing, weights=weights, rows=rows.float())
     if case.shared:
         made.shared = layer.shared(x, case.ranks)
     return made
