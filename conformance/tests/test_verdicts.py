@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from moetail.conformance.asked import load_checks, make_plan
 from moetail.conformance.checks import Plan, Tail, all_trials
@@ -19,7 +20,7 @@ from moetail.conformance.ranks import RankPool
 from moetail.conformance.results import CONFORMS, NOT_JUDGED, NOT_PROVIDED, VIOLATES, Results
 from moetail.conformance.runner import run_suite
 from moetail.conformance.trying import attempt
-from moetail.spec.rules import FINALIZE, GATHER, MOE_OUTPUT, OPERATIONS
+from moetail.spec.rules import ALLREDUCE, FINALIZE, GATHER, MOE_OUTPUT, OPERATIONS
 
 _FINALIZE = """
 import torch
@@ -145,6 +146,24 @@ def test_what_only_long_batches_show(tmp_path: Path, written: str, status: str) 
     tail = Tail.of(write(tmp_path, finalize(WRITE=written)), plan)
     result, _ = attempt(check, tail, trial)
     assert result.status == status, result.found
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [(MOE_OUTPUT, 1), *((ALLREDUCE, ranks) for ranks in (1, 2, 3, 4, 8))]
+)
+def test_a_check_of_tokens_with_local_routes_finds_some(name: str, ranks: int) -> None:
+    """On every rank, or it judges nothing: with as many ranks as routes no token has them."""
+    wanted = "test_route_1_remote_routes_contribute_nothing_to_others"
+    (check,) = (check for check in load_checks() if check.name == wanted)
+    made = list(all_trials(check, Plan(profile="full", ranks=(ranks,)), [name]))
+    assert made
+    for trial in made:
+        case = trial.case
+        calls = [case.arguments(rank) for rank in range(case.ranks)]
+        local = torch.stack([call["x"].routed.expanded_idx_to_permuted_idx >= 0 for call in calls])
+        there = local.any(dim=2).all(dim=0)
+        assert there.any(), case.id
+        assert not local[:, there].all(), case.id
 
 
 def test_a_legal_file_conforms_and_the_rest_is_not_provided(tmp_path: Path, pool: RankPool) -> None:

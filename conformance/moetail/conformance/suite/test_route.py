@@ -10,6 +10,7 @@ import torch
 from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
 from moetail.conformance.execution import Step, outputs
 from moetail.conformance.trials import aimed, draw, trials
+from moetail.spec.checks import MAX_TOP_K
 
 
 def _dead_weights(plan: Plan, name: str) -> Iterator[Trial]:
@@ -30,8 +31,16 @@ def _not_route_major(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 def _unpadded(plan: Plan, name: str) -> Iterator[Trial]:
-    fixed = {"layout": "identity", "local": 0.5, "tokens": 6, "top_k": 4}
-    yield from trials(draw(plan, name, "unpadded", plan.pick(1, 4), "routes", fixed=fixed))
+    # So many routes that a token has one on each rank; those of other ranks are remote as well.
+    for ranks in plan.group_sizes(name):
+        fixed = {
+            "layout": "identity",
+            "tokens": 6,
+            "top_k": min(4 * ranks, MAX_TOP_K),
+            "local": 0.5 if ranks == 1 else 1.0,
+        }
+        cases = draw(plan, name, "unpadded", plan.pick(1, 4), "routes", fixed=fixed, ranks=(ranks,))
+        yield from trials(cases)
 
 
 @checks_rule("ROUTE-1", _unpadded)
