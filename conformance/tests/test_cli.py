@@ -52,6 +52,37 @@ def kernel(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM"])
+def test_what_was_judged_before_a_signal_is_reported(tmp_path: Path, sent: str) -> None:
+    (tmp_path / "kernel.py").write_text(
+        f"""
+import os
+import signal
+
+from moetail.reference import Reference
+
+calls = 0
+
+
+def beam_moe_finalize(*args, **kwargs):
+    global calls
+    calls += 1
+    if calls == 20:
+        os.kill(os.getpid(), signal.{sent})
+    return Reference().beam_moe_finalize(*args, **kwargs)
+""",
+        encoding="utf-8",
+    )
+    done = moetail(tmp_path, "check", "kernel.py", "--report", "out")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "The run ended early: interrupted." in done.stdout
+    report = json.loads((tmp_path / "out/report.json").read_text(encoding="utf-8"))
+    assert report["stopped"] == "interrupted"
+    assert report["verdict"] != "conforms"
+    assert 0 < report["totals"]["trials"] <= 20
+    assert report["totals"]["judged"] > 0
+
+
 def test_check_names_the_rule_and_writes_its_reports(tmp_path: Path, kernel: Path) -> None:
     done = moetail(
         tmp_path, "check", "kernel.py", "--rule", "ROUND-2,ROUND-3", "--report", "out/deep"
