@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moetail.conformance.producers import LAYOUTS, SOURCES, Case
+from moetail.conformance.producers.case import options_of
 
 BOUNDARY = "beam_norm_residual_norm"
 FINALIZE = "beam_moe_finalize"
@@ -94,12 +95,25 @@ def test_a_bad_id_names_its_field(text: str, field: str) -> None:
         Case.parse(text)
 
 
-def test_arguments_are_fresh_and_equal() -> None:
-    case = Case(FINALIZE, seed=7, capacity=2)
+def _each_layout() -> list[Case]:
+    """Each operation in each layout, with every tensor that it may take."""
+    cases = []
+    for operation, layouts in LAYOUTS.items():
+        options: dict[str, Any] = {"shared": True, "post": "affine", "next": "affine"}
+        options = {name: options[name] for name in options_of(operation) & options.keys()}
+        options["top_k"] = 1 if operation == BOUNDARY else 4
+        cases += [Case(operation, layout=layout, **options) for layout in layouts]
+    return [*cases, Case(FINALIZE, capacity=2), Case(ALLREDUCE, routed="finalized")]
+
+
+@pytest.mark.parametrize("case", _each_layout(), ids=str)
+def test_arguments_are_fresh_and_equal(case: Case) -> None:
+    """Also where the values of a case are kept for later calls."""
     first = case.arguments()
     before = fingerprint(first)
     for tensor in tensors(first):
         tensor.zero_()
+    assert fingerprint(first) != before
     assert fingerprint(case.arguments()) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -308,7 +309,7 @@ class Case:
         if why is not None:
             self._fail("source", why)
 
-    @property
+    @functools.cached_property
     def id(self) -> str:
         """The canonical id: operation/source/sizes, then every option that is not its default."""
         sizes = f"T{self.tokens}-K{self.top_k}-H{self.hidden}"
@@ -376,7 +377,7 @@ class Case:
             changes["layout"] = ""
         return dataclasses.replace(self, **changes)
 
-    @property
+    @functools.cached_property
     def value_key(self) -> str:
         """What seeds the values: the fields, apart from those that only wrap them."""
         kept = (
@@ -404,5 +405,6 @@ def options_of(operation: str) -> frozenset[str]:
     return frozenset(name for name, operations in _APPLIES.items() if operation in operations)
 
 
+@functools.cache
 def _default(name: str) -> Any:
     return next(item.default for item in dataclasses.fields(Case) if item.name == name)

@@ -66,7 +66,6 @@ class Problem:
     tight: bool = False
 
 
-@functools.lru_cache(maxsize=1)  # the ranks of one case follow each other; larger holds memory
 def _problem(case: Case) -> Problem:
     from moetail.conformance.producers.sources import SOURCE_TABLE
 
@@ -74,9 +73,16 @@ def _problem(case: Case) -> Problem:
     return replace(made, weights=made.weights.to(WEIGHT_DTYPES[case.weights]))
 
 
+# The ranks of a case follow each other. Small cases come again with the next implementation, of
+# which the catalogue has many.
+_last = functools.lru_cache(maxsize=1)(_problem)
+_small = functools.lru_cache(maxsize=1024)(_problem)
+_SMALL = 1 << 15  # elements: 64 KiB of rows
+
+
 def problem_of(case: Case) -> Problem:
     """The values of a case. Not to be changed: it may be shared by later calls."""
-    return _problem(case)
+    return (_small if case.elements <= _SMALL else _last)(case)
 
 
 def _to(value: Any, device: torch.device) -> Any:
