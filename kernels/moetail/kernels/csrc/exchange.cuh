@@ -295,38 +295,14 @@ __device__ __forceinline__ void write(const Boundary& b, const Place& place, int
   if (b.normalized) store(b.normalized + row + place.column, out.normalized);
 }
 
-// This rank's finalization of one token, in two parts, so that something else can be done while the
-// rows are under way: the loads of the first kRoutes routes, and the sum, which loads further ones.
-template <int kRoutes>
-struct Rows {
-  Route route;
-  uint4 data[kRoutes];
-};
-
-template <int kRoutes>
-__device__ __forceinline__ Rows<kRoutes> load_rows(const Experts& experts, const Place& place,
-                                                   int64_t token, int64_t hidden_size) {
-  Rows<kRoutes> rows;
-  rows.route = load_route(experts, token);
-#pragma unroll
-  for (int k = 0; k < kRoutes; ++k) {
-    const int row = __shfl_sync(kFull, rows.route.row, k);
-    rows.data[k] = load_once(experts.rows + row * hidden_size + place.column,
-                             place.held && row >= 0);
-  }
-  return rows;
-}
-
+// This rank's finalization of one token, whose first routes' rows are under way; further ones are
+// loaded here.
 template <int kRoutes>
 __device__ __forceinline__ uint4 finalize_rows(const Experts& experts, const Place& place,
                                                const Rows<kRoutes>& rows, int64_t hidden_size,
                                                float routed_scale) {
   float sum[1][kVector] = {};
-  const float mine = weight_of(experts, rows.route);
-#pragma unroll
-  for (int k = 0; k < kRoutes; ++k) {
-    accumulate(sum[0], __shfl_sync(kFull, mine, k), rows.data[k]);
-  }
+  add_rows(sum[0], experts, rows);
 #pragma unroll 1
   for (int first = kRoutes; first < experts.top_k; first += kRoutes) {
     add_routes<kRoutes>(
@@ -341,8 +317,8 @@ __device__ __forceinline__ uint4 finalize_token(const Experts& experts, const Pl
                                                 int64_t token, int64_t hidden_size,
                                                 float routed_scale) {
   return finalize_rows(experts, place,
-                       load_rows<kRoutes>(experts, place, token, hidden_size), hidden_size,
-                       routed_scale);
+                       load_rows<kRoutes>(experts, token, hidden_size, place.column, place.held),
+                       hidden_size, routed_scale);
 }
 
 }  // namespace moetail

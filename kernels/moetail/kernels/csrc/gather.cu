@@ -195,7 +195,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     const int64_t token = p.first_owned + item;
     uint4 residual = make_uint4(0, 0, 0, 0);
     if constexpr (kCluster) residual = load_residual(p.boundary, place, token * hidden_size);
-    const Rows<kRoutes> rows = load_rows<kRoutes>(p.experts, place, item, hidden_size);
+    const Rows<kRoutes> rows =
+        load_rows<kRoutes>(p.experts, item, hidden_size, place.column, place.held);
     const uint4 value = finalize_own<kTwoshot>(p, call, place, token, rows);
     if constexpr (kCluster) {
       let_next_grid_launch_early(x);
@@ -232,7 +233,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   for (int64_t item = blockIdx.x;; item += gridDim.x) {
     Rows<kRoutes> rows;
     const bool own = item < p.owned;
-    if (own) rows = load_rows<kRoutes>(p.experts, place, item, hidden_size);
+    if (own) rows = load_rows<kRoutes>(p.experts, item, hidden_size, place.column, place.held);
     const int64_t before = item - int64_t{gridDim.x};
     for (int step = 1; step < x.ranks && before >= 0; ++step) {
       int source = x.rank + step;
@@ -277,7 +278,8 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
     for (int64_t item = blockIdx.x - receiver; item < p.owned; item += senders) {
       const int64_t token = p.first_owned + item;
       const uint4 residual = load_residual(p.boundary, place, token * hidden_size);
-      const Rows<kRoutes> rows = load_rows<kRoutes>(p.experts, place, item, hidden_size);
+      const Rows<kRoutes> rows =
+          load_rows<kRoutes>(p.experts, item, hidden_size, place.column, place.held);
       const uint4 value = finalize_own<kTwoshot>(p, call, place, token, rows);
       finish_own<kTwoshot, false>(p, call, place, token, value, residual, late, sums, false);
     }

@@ -212,6 +212,36 @@ __device__ __forceinline__ uint4 round_scale(const float (&sum)[kVector], float 
   return map_rounded([=](float r) { return r * routed_scale; }, rounded);
 }
 
+// A thread's part of a token's first kRoutes rows, to be added later, so that something else can be
+// done while they are under way.
+template <int kRoutes>
+struct Rows {
+  Route route;
+  uint4 data[kRoutes];
+};
+
+template <int kRoutes>
+__device__ __forceinline__ Rows<kRoutes> load_rows(const Experts& experts, int64_t token,
+                                                   int64_t hidden_size, int column,
+                                                   bool held = true) {
+  Rows<kRoutes> rows;
+  rows.route = load_route(experts, token);
+#pragma unroll
+  for (int k = 0; k < kRoutes; ++k) {
+    const int row = __shfl_sync(kFull, rows.route.row, k);
+    rows.data[k] = load_once(experts.rows + row * hidden_size + column, held && row >= 0);
+  }
+  return rows;
+}
+
+template <int kRoutes>
+__device__ __forceinline__ void add_rows(float (&sum)[kVector], const Experts& experts,
+                                         const Rows<kRoutes>& rows) {
+  const float mine = weight_of(experts, rows.route);
+#pragma unroll
+  for (int k = 0; k < kRoutes; ++k) accumulate(sum, __shfl_sync(kFull, mine, k), rows.data[k]);
+}
+
 // Adds routes [first, first + kRoutes) of the token to a thread's vectors. All their rows' loads, of
 // all the vectors, are in flight before the first is used.
 template <int kRoutes, int kVectors, typename Held, typename Column>

@@ -108,23 +108,16 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
   wait_for_previous_grid();
   norm_weights[0][threadIdx.x] = load_once(b.post_weight + column, b.post_weight);
   norm_weights[1][threadIdx.x] = load_once(b.next_weight + column, b.next_weight);
-  Route route;
-  uint4 data[kRoutes], residual_ahead;
+  Rows<kRoutes> rows;
+  uint4 residual_ahead;
   auto load = [&](int64_t token) {
-    route = load_route(p.experts, token);
-#pragma unroll
-    for (int k = 0; k < kRoutes; ++k) {
-      const int row = __shfl_sync(kFull, route.row, k);
-      data[k] = load_once(p.experts.rows + row * hidden_size + column, row >= 0);
-    }
+    rows = load_rows<kRoutes>(p.experts, token, hidden_size, column);
     residual_ahead = load_once(b.residual + token * hidden_size + column, b.residual);
   };
   load(blockIdx.x);
   for (int64_t token = blockIdx.x; token < p.tokens; token += gridDim.x) {
     float sum[kVector] = {};
-    const float mine = weight_of(p.experts, route);
-#pragma unroll
-    for (int k = 0; k < kRoutes; ++k) accumulate(sum, __shfl_sync(kFull, mine, k), data[k]);
+    add_rows(sum, p.experts, rows);
     uint4 value[1] = {round_scale(sum, p.routed_scale)};
     const uint4 residual[1] = {residual_ahead};
     if (token + gridDim.x < p.tokens) {
