@@ -45,10 +45,11 @@ boundary = torch.ops.moetail.boundary.default
 finalize_boundary = torch.ops.moetail.finalize_boundary.default
 
 
-def _kernels(tensor: Tensor) -> Any:
+def kernels_on(device: torch.device) -> Any:
+    """The library of the kernels for that GPU, built where it is not there yet."""
     from moetail.kernels import build  # not above: it is a command too, and would load twice
 
-    return build.library(torch.cuda.get_device_capability(tensor.device))
+    return build.library(torch.cuda.get_device_capability(device))
 
 
 def _normalized_like(hidden: Tensor, next_eps: float | None) -> Tensor:
@@ -67,7 +68,7 @@ def _finalize_cuda(
 ) -> Tensor:
     output = _finalize_meta(rows, weights, map, shared, routed_scale)
     if output.numel():
-        _kernels(rows).finalize(rows, weights, map, shared, output, routed_scale, _PDL)
+        kernels_on(rows.device).finalize(rows, weights, map, shared, output, routed_scale, _PDL)
     return output
 
 
@@ -83,10 +84,10 @@ def _finalize_into_cuda(
         return
     rows = rows.flatten(0, 1)
     if post_eps is None:
-        _kernels(rows).finalize(rows, weights, None, None, output, routed_scale, _PDL)
+        kernels_on(rows.device).finalize(rows, weights, None, None, output, routed_scale, _PDL)
     else:
         nothing: tuple[Any, ...] = (None, 1.0, 1.0, None, 0.0)  # no residual, no next norm
-        _kernels(rows).tail(
+        kernels_on(rows.device).tail(
             rows, weights, routed_scale, post_weight, post_eps, *nothing, output, None, _PDL
         )
 
@@ -106,7 +107,7 @@ def _tail(
     hidden = torch.empty_like(residual)
     normalized = _normalized_like(hidden, next_eps)
     if hidden.numel():
-        _kernels(x).tail(
+        kernels_on(x.device).tail(
             x,
             weights,
             routed_scale,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moetail.kernels import build
+from moetail.kernels.operators import kernels_on
 from moetail.spec import ContractError
 from moetail.spec.checks import HIDDEN_MULTIPLE, MAX_HIDDEN, MIN_HIDDEN, check_workspace_request
 
@@ -110,10 +110,6 @@ def _words(width: int, slot_rows: int) -> int:
 
 def _too_many(world_size: int) -> str | None:
     return f"{world_size} ranks; supported: up to {MAX_RANKS}" if world_size > MAX_RANKS else None
-
-
-def _library(device: torch.device) -> Any:
-    return build.library(torch.cuda.get_device_capability(device))
 
 
 @dataclass(eq=False)
@@ -238,7 +234,7 @@ class BeamAllReduceWorkspace:
             for _ in range(world_size)
         ]
         addresses = torch.tensor([tensor.data_ptr() for tensor in own], dtype=torch.int64)
-        _library(home)
+        kernels_on(home)
         workspaces = []
         for rank in range(world_size):
             buffers = Buffers(home, own[rank], addresses, width, rows, world_size, own)
@@ -300,7 +296,7 @@ class BeamAllReduceWorkspace:
         """Start a kernel of the exchange on the current stream."""
         buffers = self.buffers
         assert buffers is not None
-        getattr(_library(buffers.device), kernel)(
+        getattr(kernels_on(buffers.device), kernel)(
             *source,
             *boundary,
             hidden,
@@ -351,6 +347,8 @@ def _symmetric_buffers(
     group: dist.ProcessGroup, hidden_size: int, max_tokens: int
 ) -> Buffers | str:
     """This rank's buffers, or why some rank has none. All ranks take the same steps."""
+    from moetail.kernels.build import BuildError  # not above: build is a command too
+
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     device = torch.device("cuda", torch.cuda.current_device())
 
@@ -362,10 +360,10 @@ def _symmetric_buffers(
         except Exception as error:
             failure = error
         message = None if failure is None else f"rank {rank}: {type(failure).__name__}: {failure}"
-        found = _gathered(group, (message, isinstance(failure, build.BuildError)))
+        found = _gathered(group, (message, isinstance(failure, BuildError)))
         for text, is_build in found:
             if text is not None and is_build:
-                raise build.BuildError(text) from failure
+                raise BuildError(text) from failure
         return next((text for text, _ in found if text is not None), None)
 
     width, slot_rows = _shape(hidden_size, max_tokens, world_size)
@@ -395,7 +393,7 @@ def _symmetric_buffers(
         made[0].clear()
 
     # Rank 0 builds for all: the others find the library in the cache.
-    reason = agreed(lambda: _library(device) if rank == 0 else None)
-    reason = reason or agreed(lambda: _library(device))
+    reason = agreed(lambda: kernels_on(device) if rank == 0 else None)
+    reason = reason or agreed(lambda: kernels_on(device))
     reason = reason or agreed(allocate) or agreed(connect)
     return made[0] if reason is None else reason
