@@ -98,15 +98,16 @@ def test_a_failing_build_shows_the_compilers_message(
 def test_compiles_without_a_gpu_and_reports_registers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """One source, for time's sake: the session ``build`` compiles all, for every architecture."""
+    """Two sources, for time's sake: the session ``build`` compiles all, for every architecture."""
     pytest.importorskip("tvm_ffi")
-    monkeypatch.setattr(build, "SOURCES", ("finalize.cu",))
+    monkeypatch.setattr(build, "SOURCES", ("finalize.cu", "tail.cu"))
     before = dict(os.environ)
     assert build.main(["sm90", "--out", str(tmp_path)]) == 0
     assert dict(os.environ) == before
     assert (tmp_path / "sm90" / "moetail.so").exists()
     report = (tmp_path / "registers-sm90.txt").read_text()
     assert "finalize_kernel<8, 1>" in report
+    assert "tail_kernel<8, 1, true, 512, 1, false>" in report
     assert "sm90" in capsys.readouterr().out
 
 
