@@ -96,7 +96,7 @@ def coins(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
 
 def signs(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:
     """-1 or +1, as float64."""
-    return integers(0, 1, shape, gen) * 2 - 1
+    return coins(shape, gen).to(torch.float64) * 2 - 1
 
 
 def uniform(shape: tuple[int, ...], gen: torch.Generator) -> Tensor:

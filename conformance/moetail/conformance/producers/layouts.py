@@ -59,11 +59,9 @@ def permuted_rows(
         at += -(-group.numel() // tile) * tile
     total = last if tight else at + int(integers(0, 2 * tile, (1,), gen))
     # A rank without a single route still has a row, as no buffer of a producer is empty.
-    named = torch.zeros(max(total, min(tokens, 1)), dtype=torch.bool)
-    named[index[flat_local].long()] = True
-    out = rows.new_empty((named.numel(), hidden))
-    out[index[flat_local].long()] = rows.reshape(-1, hidden)[flat_local]
-    out[~named] = poisoned((int((~named).sum()), hidden), poison, gen)
+    total = max(total, min(tokens, 1))
+    named = rows.reshape(-1, hidden)[flat_local]
+    out = _placed(named, index[flat_local].long(), total, poison=poison, gen=gen)
     return out, index.view(tokens, top_k)
 
 
@@ -72,16 +70,29 @@ def route_major_rows(
 ) -> tuple[Tensor, Tensor]:
     """Row t * K + k for route (t, k), poison and -1 where it is not local: (rows, map)."""
     tokens, top_k, hidden = rows.shape
-    out = torch.empty_like(rows)
-    out[local] = rows[local]
-    out[~local] = poisoned((int((~local).sum()), hidden), poison, gen)
+    at = local.reshape(-1).nonzero().squeeze(1)
+    named = rows.reshape(-1, hidden)[at]
+    out = _placed(named, at, tokens * top_k, poison=poison, gen=gen)
     index = torch.arange(tokens * top_k, dtype=torch.int32).view(tokens, top_k)
-    return out.view(-1, hidden), torch.where(local, index, torch.full_like(index, -1))
+    return out, torch.where(local, index, torch.full_like(index, -1))
 
 
-def capacity_slots(rows: Tensor, *, extra: int, poison: str, gen: torch.Generator) -> Tensor:
-    """MegaMoE's ``[capacity, K, H]``: the live slots, then ``extra`` slots of poison."""
-    return torch.cat([rows, poisoned((extra, *rows.shape[1:]), poison, gen)])
+def _placed(rows: Tensor, at: Tensor, total: int, *, poison: str, gen: torch.Generator) -> Tensor:
+    """``rows`` at the indices ``at`` of ``total`` rows, and poison in all others."""
+    dead = torch.ones(total, dtype=torch.bool)
+    dead[at] = False
+    hidden = rows.shape[1]
+    out = rows.new_empty((total, hidden))
+    out[at] = rows
+    out[dead] = poisoned((int(dead.sum()), hidden), poison, gen)
+    return out
+
+
+def capacity_slots(values: Tensor, *, extra: int, poison: str, gen: torch.Generator) -> Tensor:
+    """What live slots hold, then ``extra`` slots of poison: of MegaMoE's ``[capacity, K, H]``, of
+    weights, or of plain rows."""
+    dead = poisoned((extra, *values.shape[1:]), poison, gen, values.dtype)
+    return torch.cat([values, dead])
 
 
 def identity_rows(
@@ -94,7 +105,6 @@ def identity_rows(
     """
     tokens, top_k, hidden = rows.shape
     slots = capacity_slots(rows, extra=extra, poison=poison, gen=gen)
-    dead_weights = poisoned((extra, top_k), poison, gen, weights.dtype)
-    all_weights = torch.cat([weights, dead_weights])
+    all_weights = capacity_slots(weights, extra=extra, poison=poison, gen=gen)
     index = torch.arange((tokens + extra) * top_k, dtype=torch.int32)
     return UnfinalizedMoEOutput(slots.view(-1, hidden), all_weights, index.view(-1, top_k))

@@ -134,8 +134,8 @@ def _unfinalized(
     else:
         rows, index = route_major_rows(problem.rows, local, poison=case.poison, gen=gen)
         if case.capacity:
-            extra = (case.capacity * case.top_k, case.hidden)
-            rows = torch.cat([rows, poisoned(extra, case.poison, gen)])
+            extra = case.capacity * case.top_k
+            rows = capacity_slots(rows, extra=extra, poison=case.poison, gen=gen)
     return UnfinalizedMoEOutput(rows, weights, index, route_major=case.layout == "route_major")
 
 
@@ -193,8 +193,7 @@ def _route_major(case: Case, problem: Problem, rank: int, gen: torch.Generator) 
 def _finalize(case: Case, problem: Problem, rank: int, gen: torch.Generator) -> Arguments:
     # Weights may stop anywhere between the live slots and the capacity.
     extra = int(integers(0, case.capacity, (1,), gen))
-    weights = poisoned((case.tokens + extra, case.top_k), case.poison, gen, torch.float32)
-    weights[: case.tokens] = problem.weights
+    weights = capacity_slots(problem.weights, extra=extra, poison=case.poison, gen=gen)
     post = _norms(case, problem)
     return {
         "expert_outputs": capacity_slots(
