@@ -47,7 +47,7 @@ def rules() -> str:
 
 
 def _rule(rule: Any) -> str:
-    from moetail.conformance.mutants import MUTANTS
+    from moetail.conformance.catalogue import MUTANTS
     from moetail.spec.rules import operation
 
     mutants = [mutant for mutant in MUTANTS if mutant.rule == rule.id]
@@ -167,7 +167,7 @@ def example(name: str) -> str:
 
 def template() -> str:
     """What ``moetail init`` writes for one operation."""
-    from moetail.conformance.template import template as text
+    from moetail.conformance.export.template import template as text
 
     return f'```python title="my_kernel.py"\n{text(("beam_moe_finalize",))}```\n'
 
@@ -338,10 +338,10 @@ def sample_report() -> str:
     """The report of a mutant, as an example of one."""
     import torch
 
-    from moetail.conformance.checks import Plan
-    from moetail.conformance.mutants import mutant
+    from moetail.conformance.catalogue import mutant
     from moetail.conformance.report.page import report_html
-    from moetail.conformance.runner import run_suite
+    from moetail.conformance.run.checks import Plan
+    from moetail.conformance.run.runner import run_suite
     from moetail.spec.rules import FINALIZE
 
     torch.set_num_threads(1)

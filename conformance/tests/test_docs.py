@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from moetail.conformance.mutants import MUTANTS
+from moetail.conformance.catalogue import MUTANTS
 from moetail.spec.rules import RULES
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ import rank_timing
 import timing
 import torch
 
-from moetail.conformance.ranks import RankError, RankPool
+from moetail.conformance.run.ranks import RankError, RankPool
 from moetail.spec import tokens_per_rank
 
 HIDDEN, TOP_K, MAX_TOKENS = 7168, 8, 8192

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import moetail.kernels as kernels
 from moetail.conformance.dumps import capture, judge_files
-from moetail.conformance.results import CONFORMS
+from moetail.conformance.run.results import CONFORMS
 from moetail.kernels import operators
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 import moetail.kernels as kernels
-from moetail.conformance.producers import Case
+from moetail.conformance.cases import Case
 from moetail.kernels import BeamAllReduceWorkspace, ExchangeError
 
 GATHER = "beam_moe_finalize_gather_norm_residual_norm"

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import moetail.kernels as kernels
+from moetail.conformance.cases import Case
 from moetail.conformance.judge import judge
-from moetail.conformance.producers import Case
 from moetail.kernels import BeamAllReduceWorkspace, ExchangeError
 from moetail.spec import ContractError
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import moetail.kernels as kernels
+from moetail.conformance.cases import Case
 from moetail.conformance.judge import judge
-from moetail.conformance.producers import Case
-from moetail.conformance.ranks import RankPool
+from moetail.conformance.run.ranks import RankPool
 from moetail.kernels import BeamAllReduceWorkspace, ExchangeError
 from moetail.kernels.workspace import MAX_RANKS, _shown
 from moetail.spec import ContractError

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from moetail.conformance.checks import Check, Plan, Tail, Trial
-    from moetail.conformance.results import Results, TrialResult
+    from moetail.conformance.run.checks import Check, Plan, Tail, Trial
+    from moetail.conformance.run.results import Results, TrialResult
 
 SUITE = "moetail.conformance.suite"
 _SUITE_PATH = Path(__file__).parent / "suite"
@@ -81,9 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _configure(config: pytest.Config) -> None:
-    from moetail.conformance.asked import case_named, make_plan, operations_named, rules_named
     from moetail.conformance.implementation import load
-    from moetail.conformance.results import Results
+    from moetail.conformance.run.options import case_named, make_plan, operations_named, rules_named
+    from moetail.conformance.run.results import Results
 
     option = config.getoption
     implementation = load(option("--impl"))
@@ -140,7 +140,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     results = results_of(metafunc.config)
     if check is None or results is None:
         return
-    from moetail.conformance.asked import trials_asked
+    from moetail.conformance.run.options import trials_asked
 
     trials = trials_asked(
         check,
@@ -185,7 +185,7 @@ def _trial(item: pytest.Item) -> Trial | None:
 @pytest.fixture(scope="session")
 def tail(pytestconfig: pytest.Config) -> Iterator[Tail]:
     """The implementation on trial; its rank processes live as long as the session."""
-    from moetail.conformance.checks import Tail
+    from moetail.conformance.run.checks import Tail
 
     made = Tail.of(pytestconfig.getoption("--impl"), pytestconfig.stash[_PLAN])
     yield made
@@ -200,8 +200,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     check = _check(pyfuncitem)
     if check is None or results_of(pyfuncitem.config) is None:
         return None
-    from moetail.conformance.checks import NotJudged, Violation
-    from moetail.conformance.trying import attempt
+    from moetail.conformance.run.checks import NotJudged, Violation
+    from moetail.conformance.run.trying import attempt
 
     arguments: dict[str, Any] = pyfuncitem.funcargs
     result, error = attempt(check, arguments["tail"], arguments["trial"])
@@ -231,7 +231,7 @@ def pytest_runtest_makereport(
         # A plain dict survives the way from a worker of pytest-xdist.
         report.moetail = asdict(result)  # type: ignore[attr-defined]
         if report.failed:
-            from moetail.conformance.show import violation_text
+            from moetail.conformance.report.terminal import violation_text
 
             report.longrepr = violation_text(result)
     return report
@@ -240,7 +240,7 @@ def pytest_runtest_makereport(
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     fields = getattr(report, "moetail", None)
     if fields is not None and _controller is not None:
-        from moetail.conformance.results import TrialResult
+        from moetail.conformance.run.results import TrialResult
 
         _controller.trials.append(TrialResult(**fields))
 
@@ -268,7 +268,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     results = results_of(config)
     if results is None or config.getoption("collectonly", False):
         return
-    from moetail.conformance.show import summary_text
+    from moetail.conformance.report.terminal import summary_text
 
     terminalreporter.section("moetail")
     terminalreporter.write_line(summary_text(results, width=terminalreporter._tw.fullwidth))

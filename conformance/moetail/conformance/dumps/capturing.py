@@ -29,9 +29,9 @@ from moetail.conformance.dumps.files import (
     write_dump,
 )
 from moetail.conformance.dumps.values import Saved
-from moetail.conformance.execution import flatten, same_bits
 from moetail.conformance.implementation import UsageError
-from moetail.conformance.results import environment
+from moetail.conformance.run.call import flatten, same_bits
+from moetail.conformance.run.results import environment
 from moetail.spec import ContractError, operation
 from moetail.spec.rules import FINALIZE, WORKSPACE
 
@@ -171,9 +171,9 @@ def capture(
         operations: which operations of the targets, by name or column heading; None: all.
         mapped: functions of another name or signature.
         tokens: keep only these tokens of each call, as a smaller call (see
-            :mod:`moetail.conformance.choosing`); a call that has none of them is passed over. None
-            takes ``MOETAIL_CAPTURE_TOKENS`` (such as ``0,7,100:120``), or else all. The two
-            conversions are saved whole.
+            :mod:`.choosing`); a call that has none of them is passed over. None takes
+            ``MOETAIL_CAPTURE_TOKENS`` (such as ``0,7,100:120``), or else all. The two conversions
+            are saved whole.
         calls: which calls of each operation to save, counted from 0. None takes
             ``MOETAIL_CAPTURE_CALLS`` (written likewise), or else the first alone.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.checks import TAIL
 from moetail.conformance.diagnosis import MOST_TERMS, diagnose, rule_named
 from moetail.conformance.dumps.choosing import choose, cut_call, cut_result
 from moetail.conformance.dumps.files import (
@@ -22,10 +21,11 @@ from moetail.conformance.dumps.files import (
     load_dump,
     signature_of,
 )
-from moetail.conformance.execution import flatten, outputs, same_bits
 from moetail.conformance.judge import Verdict, judge
 from moetail.conformance.report.evidence import verdict_evidence
-from moetail.conformance.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
+from moetail.conformance.run.call import flatten, outputs, same_bits
+from moetail.conformance.run.checks import TAIL
+from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
 from moetail.reference import BeamAllReduceWorkspace, Reference
 from moetail.spec import OPERATIONS, ContractError, checks, operation, owned_tokens
 from moetail.spec.rules import (

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.execution import same_bits
 from moetail.conformance.implementation import UsageError
+from moetail.conformance.run.call import same_bits
 from moetail.reference import BeamAllReduceWorkspace
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moetail.conformance.implementation import UsageError
-from moetail.conformance.results import Results
+from moetail.conformance.run.results import Results
 
 __all__ = ["append_summary", "check_summary", "write_report"]
 

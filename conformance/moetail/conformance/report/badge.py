@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moetail.conformance.report.wording import broken_rules, extent
-from moetail.conformance.results import CONFORMS, VIOLATES, Results
+from moetail.conformance.run.results import CONFORMS, VIOLATES, Results
 
 __all__ = ["badge_json"]
 

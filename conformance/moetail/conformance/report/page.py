@@ -6,10 +6,10 @@ import math
 from importlib.resources import files
 from typing import Any
 
-from moetail.conformance.checks import TAIL, Trial
-from moetail.conformance.producers import SOURCES, Case
+from moetail.conformance.cases import SOURCES, Case
 from moetail.conformance.report.evidence import band_name
 from moetail.conformance.report.picture import COLOURS, svg
+from moetail.conformance.report.terminal import statement
 from moetail.conformance.report.wording import (
     cell_mark,
     extent,
@@ -17,8 +17,8 @@ from moetail.conformance.report.wording import (
     named_deviations,
     not_judged_reasons,
 )
-from moetail.conformance.results import VIOLATES, Results, TrialResult, count
-from moetail.conformance.show import statement
+from moetail.conformance.run.checks import TAIL, Trial
+from moetail.conformance.run.results import VIOLATES, Results, TrialResult, count
 from moetail.spec import tokens_per_rank
 from moetail.spec.rules import GATHER, OPERATIONS, RULES, Kind, operation, rule
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from moetail.conformance.report.terminal import statement
 from moetail.conformance.report.wording import (
     cell_mark,
     extent,
@@ -11,8 +12,7 @@ from moetail.conformance.report.wording import (
     named_deviations,
     not_judged_reasons,
 )
-from moetail.conformance.results import NOT_PROVIDED, VIOLATES, Results, TrialResult, count
-from moetail.conformance.show import statement
+from moetail.conformance.run.results import NOT_PROVIDED, VIOLATES, Results, TrialResult, count
 from moetail.spec.rules import OPERATIONS
 
 __all__ = ["summary_markdown"]

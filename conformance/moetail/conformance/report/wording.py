@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetail.conformance.mutants.catalogue import Mutant
-from moetail.conformance.results import CONFORMS, NOT_JUDGED, VIOLATES, Cell, Results, count
+from moetail.conformance.catalogue.mutant import Mutant
+from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Cell, Results, count
 from moetail.spec.rules import OPERATIONS, RULES
 
 __all__ = [
@@ -66,7 +66,7 @@ def not_judged_reasons(results: Results) -> list[tuple[str, list[str], int]]:
 
 def named_deviations(diagnosis: str) -> Iterator[Mutant]:
     """The entries of the catalogue that a diagnosis names."""
-    from moetail.conformance.mutants import MUTANTS
+    from moetail.conformance.catalogue import MUTANTS
 
     words = set(diagnosis.split())
     return (mutant for mutant in MUTANTS if mutant.id in words)

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import same_bits
-from moetail.conformance.trials import draw, trials
+from moetail.conformance.run.call import same_bits
+from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import CONVERT, ROUTE_MAJOR
 
 # Every legal layout of the two operations.

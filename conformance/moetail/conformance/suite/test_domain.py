@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step
-from moetail.conformance.refusing import must_refuse, refusal_trials, steps
-from moetail.conformance.trials import draw
+from moetail.conformance.run.call import Step
+from moetail.conformance.run.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.suite.draws import draw
+from moetail.conformance.suite.refusing import must_refuse, refusal_trials, steps
 from moetail.spec import rule
 from moetail.spec.rules import GATHER, WORKSPACE
 

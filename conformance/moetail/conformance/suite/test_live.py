@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step, flatten
-from moetail.conformance.trials import draw, trials
+from moetail.conformance.run.call import Step, flatten
+from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import BOUNDARY, FINALIZE, FUSED, GATHER, MOE_OUTPUT
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step
-from moetail.conformance.trials import draw, trials
-from moetail.conformance.workspaces import FIELDS
+from moetail.conformance.run.call import Step
+from moetail.conformance.run.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.workspaces import FIELDS
+from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
 
 _STRATEGIES = ("oneshot", "twoshot", "unfused")

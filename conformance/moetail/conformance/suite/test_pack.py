@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import torch
 
-from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step
-from moetail.conformance.refusing import must_refuse, refusal_trials
-from moetail.conformance.trials import draw, trials
+from moetail.conformance.run.call import Step
+from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.suite.draws import draw, trials
+from moetail.conformance.suite.refusing import must_refuse, refusal_trials
 from moetail.spec.rules import ALLREDUCE, MOE_OUTPUT, ROUTE_MAJOR
 
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetail.conformance.checks import Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step
-from moetail.conformance.trials import aimed, draw, trials
+from moetail.conformance.run.call import Step
+from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.suite.draws import aimed, draw, trials
 from moetail.spec.rules import ALLREDUCE, FINALIZE, MOE_OUTPUT
 
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.checks import NotJudged, Plan, Tail, Trial, checks_rule
-from moetail.conformance.execution import Step, outputs
-from moetail.conformance.trials import aimed, draw, trials
+from moetail.conformance.run.call import Step, outputs
+from moetail.conformance.run.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.suite.draws import aimed, draw, trials
 from moetail.spec.checks import MAX_TOP_K
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.checks import NotJudged, Plan, Run, Tail, Trial, checks_rule
-from moetail.conformance.execution import GRAPH, STREAM, Outcome, Step, flatten, outputs, same_bits
-from moetail.conformance.ranks import RankError
-from moetail.conformance.trials import draw, general, trials
+from moetail.conformance.run.call import GRAPH, STREAM, Outcome, Step, flatten, outputs, same_bits
+from moetail.conformance.run.checks import NotJudged, Plan, Run, Tail, Trial, checks_rule
+from moetail.conformance.run.ranks import RankError
+from moetail.conformance.suite.draws import draw, general, trials
 from moetail.spec import rule
 from moetail.spec.rules import (
     ALLREDUCE,

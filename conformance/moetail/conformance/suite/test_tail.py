@@ -11,7 +11,10 @@ from typing import Any
 from hypothesis import HealthCheck, find, settings
 from hypothesis.errors import NoSuchExample
 
-from moetail.conformance.checks import (
+from moetail.conformance.cases import MODELS, Case
+from moetail.conformance.cases.strategies import case_strategy
+from moetail.conformance.run.call import Step
+from moetail.conformance.run.checks import (
     TAIL,
     Plan,
     Tail,
@@ -20,10 +23,7 @@ from moetail.conformance.checks import (
     Violation,
     checks_rule,
 )
-from moetail.conformance.execution import Step
-from moetail.conformance.producers import MODELS, Case
-from moetail.conformance.producers.strategies import case_strategy
-from moetail.conformance.trials import draw, trials
+from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import BOUNDARY, FUSED, GATHER
 
 _SOURCES = ("normal", "cancel", "subnormal", "huge", "tiny", "wide", "zeros")

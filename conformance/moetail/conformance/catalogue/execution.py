@@ -1,0 +1,260 @@
+"""Mutants of how an implementation runs: LIVE-2, RUN-1 to RUN-4."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moetail.conformance.catalogue.around import COMPUTING, Around
+from moetail.conformance.catalogue.mutant import breaks
+from moetail.reference import Reference
+from moetail.spec.rules import ALLREDUCE, CONVERT, FINALIZE, MOE_OUTPUT
+
+_WITH_TAIL = tuple(name for name in COMPUTING if name not in (FINALIZE, MOE_OUTPUT))
+
+# --- LIVE-2: zero tokens --------------------------------------------------------------------------
+
+
+@breaks("LIVE-2", operations=_WITH_TAIL)
+class ZeroTokensLoseNormalized(Reference):
+    """Returns None for normalized when there are no tokens."""
+
+    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
+        return super().no_tokens(residual, None)
+
+
+@breaks("LIVE-2", operations=_WITH_TAIL)
+class ZeroTokensInventNormalized(Reference):
+    """Returns an empty normalized when there are no tokens, whether or not a next norm is asked."""
+
+    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
+        return super().no_tokens(residual, 0.0)
+
+
+@breaks("LIVE-2", operations=_WITH_TAIL)
+class ZeroTokensLoseTheWidth(Reference):
+    """Returns tensors of shape [0] when there are no tokens."""
+
+    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
+        hidden, normalized = super().no_tokens(residual, next_eps)
+        return hidden.flatten(), None if normalized is None else normalized.flatten()
+
+
+@breaks("LIVE-2")
+class ZeroTokensRefused(Around):
+    """Launches an empty grid, which is an error."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        result = compute(call)
+        first = result[0] if isinstance(result, tuple) else result
+        if not first.shape[0]:
+            raise RuntimeError("invalid configuration argument")
+        return result
+
+
+# --- RUN-1 ----------------------------------------------------------------------------------------
+
+
+@breaks("RUN-1", also=("ROUTE-2", "PACK-2", "LIVE-1"))
+class SumsInArrivalOrder(Reference):
+    """Adds the routes as they arrive: in another order on every second run, each of them legal."""
+
+    runs = 0
+
+    def finalize(self, rows: Tensor, weights: Tensor, index: Tensor, routed_scale: float) -> Tensor:
+        self.runs += 1
+        if self.runs % 2:
+            weights, index = weights.flip(1), index.flip(1)
+        return super().finalize(rows, weights, index, routed_scale)
+
+
+@breaks("RUN-1", operations=_WITH_TAIL)
+class MeanInArrivalOrder(Reference):
+    """Sums the squares with atomics: the inverse RMS moves by its permitted 2^-16 between runs."""
+
+    runs = 0
+
+    def next_norm(self, hidden: Tensor, weight: Tensor | None, eps: float | None) -> Tensor | None:
+        self.runs += 1
+        return super().next_norm(hidden, weight, eps)
+
+    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
+        error = 0.98 * 2.0**-16 * (1.0 if self.runs % 2 else -1.0)
+        return super().inverse_rms(value, eps) * (1.0 + error)
+
+
+# --- RUN-2 ----------------------------------------------------------------------------------------
+
+
+@breaks("RUN-2", operations=_WITH_TAIL)
+class ResidualUpdatedInPlace(Reference):
+    """Adds into the residual, and returns that as hidden."""
+
+    def residual_add(
+        self, value: Tensor, residual: Tensor, scales: tuple[float, float] | None
+    ) -> Tensor:
+        return residual.copy_(super().residual_add(value, residual, scales))
+
+
+@breaks("RUN-2")
+class WeightsScaledInPlace(Reference):
+    """Leaves the routing weights multiplied by the scale."""
+
+    def finalize(self, rows: Tensor, weights: Tensor, index: Tensor, routed_scale: float) -> Tensor:
+        finalized = super().finalize(rows, weights, index, routed_scale)
+        weights.mul_(routed_scale)
+        return finalized
+
+
+@breaks("RUN-2")
+class RowsWeightedInPlace(Reference):
+    """Leaves the expert rows multiplied by their weights."""
+
+    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().reduce(rows, weights, index)
+        live = index >= 0
+        used = index[live].long()
+        rows[used] = (rows[used].float() * self.read_weights(weights)[live, None]).to(rows.dtype)
+        return total
+
+
+@breaks("RUN-2", operations=(MOE_OUTPUT, ALLREDUCE))
+class MapClampedInPlace(Reference):
+    """Leaves zeros in the map where -1 was."""
+
+    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().reduce(rows, weights, index)
+        index.clamp_(min=0)
+        return total
+
+
+@breaks("RUN-2", operations=(MOE_OUTPUT, ALLREDUCE))
+class SharedUpdatedInPlace(Reference):
+    """Adds into the shared part, and returns that."""
+
+    def add_shared(self, scaled: Tensor, shared: Tensor) -> Tensor:
+        return shared.copy_(super().add_shared(scaled, shared))
+
+
+@breaks("RUN-2", operations=(CONVERT,))
+class MapShiftedInPlace(Reference):
+    """Leaves the map's rows shifted by one while it converts, and hands them on so."""
+
+    def _converted_deferred(self, flashinfer_output: Any, num_tokens: int, top_k: int) -> Any:
+        made = super()._converted_deferred(flashinfer_output, num_tokens, top_k)
+        made.expanded_idx_to_permuted_idx.add_(1)
+        return made
+
+
+# --- RUN-3 ----------------------------------------------------------------------------------------
+
+
+class Unwritten(Around):
+    """Leaves part of every output as it was before the call; new memory holds NaN."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        if operation == FINALIZE:
+            output = call["output"]
+            before = output.clone() if isinstance(output, Tensor) else None
+            result = compute(call)
+            if before is not None:
+                self.part(output).copy_(self.part(before))
+            return result
+        result = compute(call)
+        if isinstance(result, Tensor):
+            return self.left(result)
+        return tuple(None if tensor is None else self.left(tensor) for tensor in result)
+
+    def left(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.clone()
+        self.part(tensor).fill_(torch.nan)
+        return tensor
+
+    def part(self, tensor: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+@breaks("RUN-3")
+class LastRowUnwritten(Unwritten):
+    """Leaves the last token unwritten."""
+
+    def part(self, tensor: Tensor) -> Tensor:
+        return tensor[-1:]
+
+
+@breaks("RUN-3")
+class RowTailUnwritten(Unwritten):
+    """Leaves the last eight elements of every row unwritten."""
+
+    def part(self, tensor: Tensor) -> Tensor:
+        return tensor[:, -8:]
+
+
+@breaks("RUN-3", operations=(FINALIZE,))
+class NewTensorReturned(Around):
+    """Returns a new tensor, and leaves the destination as it was."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        if operation == FINALIZE and call["output"].is_contiguous():
+            call["output"] = call["output"].clone()
+        return compute(call)
+
+
+@breaks("RUN-3", operations=(FINALIZE,))
+class CopyReturned(Around):
+    """Fills the destination, and returns a copy of it."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        result = compute(call)
+        return result.clone() if operation == FINALIZE else result
+
+
+# --- RUN-4 ----------------------------------------------------------------------------------------
+
+
+@breaks("RUN-4", source="DeepGEMM #451")
+class ReplaysPreviousCall(Around):
+    """Readiness flags are not reset: a second call on the same tensors, as in a graph replay,
+    delivers what the first one computed."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, tuple[list[weakref.ref[Tensor]], Any, Any]] = {}
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        tensors = _tensors(call)
+        scalars = [value for value in call.values() if not isinstance(value, Tensor)]
+        scalars = [value for value in scalars if isinstance(value, (float, str, tuple))]
+        seen = self.seen.get(operation)
+        if seen is not None and seen[1] == scalars and _same(seen[0], tensors):
+            old = seen[2]
+            if operation == FINALIZE:
+                return call["output"].copy_(old)
+            return _copy(old)
+        result = compute(call)
+        self.seen[operation] = ([weakref.ref(tensor) for tensor in tensors], scalars, _copy(result))
+        return result
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [tensor for item in value.values() for tensor in _tensors(item)]
+    if hasattr(value, "__dataclass_fields__") and not hasattr(value, "world_size"):
+        return [tensor for item in vars(value).values() for tensor in _tensors(item)]
+    return []
+
+
+def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
+    return len(references) == len(tensors) and all(
+        reference() is tensor for reference, tensor in zip(references, tensors, strict=True)
+    )
+
+
+def _copy(result: Any) -> Any:
+    if isinstance(result, Tensor):
+        return result.clone()
+    return tuple(None if tensor is None else tensor.clone() for tensor in result)

@@ -1,0 +1,239 @@
+"""Mutants of what is refused, and when: DOMAIN-1, DOMAIN-2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from moetail.conformance.catalogue.around import Around, with_rows
+from moetail.conformance.catalogue.mutant import breaks
+from moetail.reference import BeamAllReduceWorkspace, Reference
+from moetail.spec import checks
+from moetail.spec.rules import (
+    ALLREDUCE,
+    BOUNDARY,
+    FINALIZE,
+    FUSED,
+    GATHER,
+    MOE_OUTPUT,
+    WORKSPACE,
+)
+
+_BEAM = (FINALIZE, FUSED, GATHER)
+_TAILS = (BOUNDARY, FUSED, GATHER, ALLREDUCE)
+
+# --- DOMAIN-1: one bound not checked --------------------------------------------------------------
+
+
+@breaks("DOMAIN-1", operations=_BEAM)
+class OddHiddenAccepted(Around):
+    """Takes an H that is no multiple of 256."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        with patch.object(checks, "HIDDEN_MULTIPLE", 1):
+            return compute(call)
+
+
+@breaks("DOMAIN-1", operations=_BEAM)
+class LargeHiddenAccepted(Around):
+    """Takes an H above 8192."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        with patch.object(checks, "MAX_HIDDEN", 1 << 30):
+            return compute(call)
+
+
+@breaks("DOMAIN-1", operations=_BEAM)
+class LargeTopKAccepted(Around):
+    """Takes more than 32 routes a token."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        with patch.object(checks, "MAX_TOP_K", 1 << 30):
+            return compute(call)
+
+
+class Coercing(Around):
+    """Makes an illegal argument legal and goes on."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(self.coerced(operation, call))
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+@breaks("DOMAIN-1", operations=(FINALIZE, FUSED))
+class LiveBeyondCapacityAccepted(Coercing):
+    """Reads on past the capacity's last slot; here from the first again."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if operation not in (FINALIZE, FUSED):
+            return call
+        live = (call["output"] if operation == FINALIZE else call["residual"]).shape[0]
+        rows = call["expert_outputs"] if operation == FINALIZE else call["x"].gemm2_permuted
+        top_k = rows.shape[1] if operation == FINALIZE else call["x"].expert_weights.shape[1]
+        needed = live if operation == FINALIZE else live * top_k
+        if not 0 < rows.shape[0] < needed:
+            return call
+        return with_rows(call, lambda rows: rows[torch.arange(needed) % rows.shape[0]])
+
+
+@breaks("DOMAIN-1", operations=(FINALIZE, FUSED, MOE_OUTPUT))
+class RowsOfAnyDtype(Coercing):
+    """Casts rows of another dtype to BF16."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if operation not in (FINALIZE, FUSED, MOE_OUTPUT):
+            return call
+        return with_rows(call, lambda rows: rows.to(torch.bfloat16))
+
+
+@breaks("DOMAIN-1", operations=(FINALIZE, FUSED))
+class WeightsOfAnyDtype(Coercing):
+    """Casts the Beam operations' routing weights to FP32."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if operation == FINALIZE:
+            call["expert_weights"] = call["expert_weights"].to(torch.float32)
+        elif operation == FUSED:
+            weights = call["x"].expert_weights.to(torch.float32)
+            call["x"] = replace(call["x"], expert_weights=weights)
+        return call
+
+
+@breaks("DOMAIN-1", operations=_TAILS)
+class ResidualOfAnyDtype(Coercing):
+    """Casts the residual to BF16."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if operation in _TAILS:
+            call["residual"] = call["residual"].to(torch.bfloat16)
+        return call
+
+
+@breaks("DOMAIN-1", operations=(FINALIZE, *_TAILS))
+class NormWeightWithoutEpsAccepted(Coercing):
+    """Ignores a norm weight that comes without an eps."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        for norm in ("post", "next"):
+            if f"{norm}_eps" in call and call[f"{norm}_eps"] is None:
+                call[f"{norm}_weight"] = None
+        return call
+
+
+@breaks("DOMAIN-1", operations=(FUSED, GATHER))
+class UnknownStrategyAccepted(Coercing):
+    """Takes an unknown strategy for the default."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        known = checks.LOCAL_STRATEGIES if operation == FUSED else checks.GATHER_STRATEGIES
+        if "strategy" in call and call["strategy"] not in known:
+            call["strategy"] = None
+        return call
+
+
+@breaks("DOMAIN-1", operations=(GATHER,))
+class UnknownStrategyAcceptedForZeroTokens(UnknownStrategyAccepted):
+    """Returns early when there are no tokens, before it has looked at the strategy."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if operation == GATHER and not call["residual"].shape[0]:
+            return super().coerced(operation, call)
+        return call
+
+
+@breaks("DOMAIN-1", operations=(GATHER, ALLREDUCE))
+class TooManyTokensAccepted(Coercing):
+    """Takes more tokens than the workspace has room for."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if "workspace" in call and call["residual"].shape[0] > call["workspace"].max_tokens:
+            call["workspace"] = replace(call["workspace"], max_tokens=call["residual"].shape[0])
+        return call
+
+
+@breaks("DOMAIN-1", operations=(GATHER, ALLREDUCE))
+class OtherHiddenAccepted(Coercing):
+    """Takes rows of another H than the workspace was made for."""
+
+    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+        if "workspace" in call and call["residual"].dim() == 2:
+            width = call["residual"].shape[1]
+            if width != call["workspace"].hidden_size:
+                call["workspace"] = replace(call["workspace"], hidden_size=width)
+        return call
+
+
+@breaks("DOMAIN-1", operations=(WORKSPACE,))
+class WorkspaceForAnyDtype(Reference):
+    """Creates a workspace for a payload that it does not support."""
+
+    class BeamAllReduceWorkspace(BeamAllReduceWorkspace):
+        @classmethod
+        def create(
+            cls, group: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype
+        ) -> BeamAllReduceWorkspace | None:
+            return super().create(group, hidden_size, max_tokens, torch.bfloat16)
+
+
+@breaks("DOMAIN-1", operations=(WORKSPACE,))
+class WorkspaceNotAgreed(Reference):
+    """Refuses an unsupported dtype on rank 0, where it is found, and returns None on the others."""
+
+    class BeamAllReduceWorkspace(BeamAllReduceWorkspace):
+        @classmethod
+        def create(
+            cls, group: Any, hidden_size: int, max_tokens: int, dtype: torch.dtype
+        ) -> BeamAllReduceWorkspace | None:
+            made = super().create(group, hidden_size, max_tokens, dtype)
+            if made is None and torch.distributed.get_rank(group) == 0:
+                raise RuntimeError(f"unsupported dtype {dtype}")
+            return made
+
+
+# --- DOMAIN-2: refused, but late ------------------------------------------------------------------
+
+
+@breaks("DOMAIN-2", operations=(FINALIZE,))
+class OutputClearedBeforeChecks(Around):
+    """Clears the destination before it checks the arguments."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        if operation == FINALIZE and isinstance(call["output"], Tensor):
+            call["output"].zero_()
+        return compute(call)
+
+
+@breaks("DOMAIN-2", operations=_TAILS)
+class ResidualScaledBeforeChecks(Around):
+    """Doubles the residual in place before it checks, and undoes it only where it goes on."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        try:
+            return compute(call)
+        except ValueError:
+            residual = call.get("residual")
+            if isinstance(residual, Tensor) and residual.is_floating_point():
+                residual.add_(residual + 1)
+            raise
+
+
+@breaks("DOMAIN-2", operations=(FUSED, GATHER, MOE_OUTPUT, ALLREDUCE))
+class WeightsClearedBeforeRefusal(Around):
+    """Leaves the routing weights cleared where it refuses."""
+
+    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+        try:
+            return compute(call)
+        except ValueError:
+            x = call.get("x")
+            routed = getattr(x, "routed", x)
+            weights = getattr(routed, "expert_weights", routed)
+            if operation != BOUNDARY and isinstance(weights, Tensor):
+                weights.zero_()
+            raise

@@ -1,0 +1,5 @@
+"""``python -m moetail.conformance.cli``."""
+
+from moetail.conformance.cli import main
+
+main()

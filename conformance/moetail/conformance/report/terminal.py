@@ -1,0 +1,200 @@
+"""Results as text for a terminal."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from moetail.conformance.run.checks import TAIL
+from moetail.conformance.run.results import (
+    CONFORMS,
+    NOT_JUDGED,
+    NOT_PROVIDED,
+    VIOLATES,
+    Results,
+    TrialResult,
+    count,
+)
+from moetail.spec.rules import OPERATIONS, RULES, operation, rule
+
+if TYPE_CHECKING:
+    from moetail.conformance.score.table import Table as MutantsTable
+
+__all__ = [
+    "matrix_table",
+    "mutants_tables",
+    "rules_text",
+    "statement",
+    "summary_text",
+    "verdict_line",
+    "violation_text",
+]
+
+_WIDE = 110
+_MARKS = {CONFORMS: "ok", VIOLATES: "VIOLATES", NOT_JUDGED: "not judged", NOT_PROVIDED: "-"}
+_STYLES = {CONFORMS: "green", VIOLATES: "bold red", NOT_JUDGED: "yellow", NOT_PROVIDED: "dim"}
+
+TAIL_STATEMENT = "Whole tails on real layers and on arbitrary cases: every element is admissible."
+
+
+def statement(rule_id: str) -> str:
+    """What a rule says."""
+    return TAIL_STATEMENT if rule_id == TAIL else rule(rule_id).statement
+
+
+def matrix_table(results: Results, width: int) -> Any:
+    """Rules by operations, for so many columns of text."""
+    from rich.console import Group
+    from rich.table import Table
+
+    columns = [item for item in OPERATIONS if results.asked(item.name)]
+    matrix = results.matrix()
+    columns = [item for item in columns if any(item.name in row for row in matrix.values())]
+    if width < _WIDE:
+        # What is not provided is said below too, where it squeezes no other column.
+        columns = [item for item in columns if item.name in results.provided] or columns
+        matrix = {
+            rule_id: row
+            for rule_id, row in matrix.items()
+            if any(item.name in row for item in columns)
+        }
+    table = Table()
+    table.add_column("rule", no_wrap=True)
+    for item in columns:
+        table.add_column(item.short, justify="center")
+    for rule_id, row in matrix.items():
+        cells = []
+        for item in columns:
+            cell = row.get(item.name)
+            if cell is None:
+                cells.append("")
+                continue
+            cells.append(f"[{_STYLES[cell.status]}]{_MARKS[cell.status]}[/]")
+        table.add_row(rule_id, *cells)
+    legend = (
+        "ok: conforms.  -: not provided.  not judged: nothing decided here.  "
+        "empty: the rule does not apply."
+    )
+    return Group(f"{results.implementation}: rules by operations", table, legend)
+
+
+def violation_text(result: TrialResult) -> str:
+    """One violation, with all that its author needs to see it again."""
+    lines = [
+        f"{result.rule} violated by {result.operation}",
+        *textwrap.wrap(
+            statement(result.rule), 96, initial_indent="  rule:      ", subsequent_indent=" " * 13
+        ),
+        f"  case:      {result.case}",
+        f"  found:     {result.found}",
+    ]
+    if result.diagnosis:
+        lines.append(f"  diagnosis: {result.diagnosis}")
+    lines.append(f"  repeat:    {result.repeat}")
+    if result.trace:
+        lines.append(textwrap.indent(result.trace.rstrip(), "  | "))
+    return "\n".join(lines)
+
+
+def verdict_line(results: Results) -> str:
+    """The verdict and how much it rests on."""
+    done = (
+        f"{count(len(results.trials), 'case')}, {results.judged:,} elements judged, "
+        f"{results.not_judged:,} elements not judged"
+    )
+    asked = [item for item in OPERATIONS if results.asked(item.name)]
+    missing = [item.short for item in asked if item.name not in results.provided]
+    tail = f"; not provided: {', '.join(missing)}" if missing else ""
+    if results.verdict == NOT_JUDGED:
+        return f"NOTHING WAS JUDGED: {results.implementation} ({done}{tail})"
+    if results.verdict == CONFORMS:
+        return f"CONFORMS: {results.implementation} ({done}{tail})"
+    if results.stopped and not results.violations:
+        return f"NOT DECIDED, the run ended early: {results.implementation} ({done}{tail})"
+    broken = []
+    for violation in results.violations:
+        if violation.rule not in broken:
+            broken.append(violation.rule)
+    return f"VIOLATES {', '.join(broken)}: {results.implementation} ({done}{tail})"
+
+
+def summary_text(results: Results, width: int = 100) -> str:
+    """Matrix, smallest violations and verdict, as plain text."""
+    from rich.console import Console
+
+    out = io.StringIO()
+    console = Console(file=out, width=max(width, 80), highlight=False, no_color=True)
+    console.print(matrix_table(results, console.width))
+    for violation in results.violations:
+        console.print(violation_text(violation), markup=False)
+        console.print()
+    console.print(verdict_line(results), markup=False)
+    return out.getvalue().rstrip()
+
+
+def mutants_tables(table: MutantsTable) -> Iterator[Any]:
+    """The catalogue's verdicts: what is printed, part by part."""
+    from rich.table import Table
+
+    if table.mutants:
+        shown = Table(title="mutants: each breaks one rule", title_justify="left")
+        for name in ("mutant", "breaks", "killed by", "exposed", "smallest case"):
+            shown.add_column(name, overflow="fold", no_wrap=name in ("breaks", "killed by"))
+        for row in table.mutants:
+            style = "green" if row.right else "bold red"
+            named = row.error or row.first or "SURVIVED"
+            exposed = "" if row.exposure is None else f"{100 * row.exposure:.0f}%"
+            shown.add_row(row.id, row.expected, f"[{style}]{named}[/]", exposed, row.case)
+        yield shown
+    if table.variants:
+        shown = Table(title="variants: legal, but different", title_justify="left")
+        for name in ("variant", "verdict", "elements judged", "rejected case"):
+            shown.add_column(name, overflow="fold")
+        for row in table.variants:
+            accepted = (
+                "[green]accepted[/]" if row.right else f"[bold red]{row.first or row.error}[/]"
+            )
+            shown.add_row(row.id, accepted, f"{row.judged:,}", f"{row.case} {row.found}".strip())
+        yield shown
+    killed = sum(row.killed for row in table.mutants)
+    right = sum(row.right for row in table.mutants)
+    alarms = len(table.false_alarms)
+    yield (
+        f"{killed} of {count(len(table.mutants), 'mutant')} killed, "
+        f"{right} by the right rule first; "
+        f"{alarms} false {'alarm' if alarms == 1 else 'alarms'} among "
+        f"{count(len(table.variants), 'variant')}, on {table.judged:,} elements; "
+        f"{table.seconds:.0f} s"
+    )
+
+
+def rules_text(rule_id: str | None = None) -> str:
+    """All rules, a line each; or one rule whole."""
+    if rule_id is None:
+        lines = []
+        for item in RULES:
+            mark = " (derived)" if item.derived else ""
+            lines.append(
+                textwrap.fill(
+                    f"{item.statement}{mark}",
+                    96,
+                    initial_indent=f"{item.id:<10}",
+                    subsequent_indent=" " * 10,
+                )
+            )
+        return "\n".join(lines)
+    item = rule(rule_id)
+    fields = {
+        "rule": item.id + (" (derived)" if item.derived else ""),
+        "kind": f"{item.kind.value}, {item.kind.heading}",
+        "says": item.statement,
+        "broken by": f"an implementation that {item.breaks}",
+        "applies to": ", ".join(operation(name).name for name in item.operations),
+        "source": item.source,
+    }
+    return "\n".join(
+        textwrap.fill(text, 96, initial_indent=f"{name + ':':<12}", subsequent_indent=" " * 12)
+        for name, text in fields.items()
+    )

@@ -1,0 +1,1 @@
+"""One implementation under the suite: plan, trials, calls, ranks, results."""

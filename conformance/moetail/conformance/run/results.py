@@ -1,0 +1,244 @@
+"""What came of a run of the suite: trial by trial, as a matrix, and as files."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from moetail.conformance.run.precedence import precedence
+from moetail.spec.rules import OPERATIONS, RULES
+
+__all__ = ["CONFORMS", "NOT_JUDGED", "NOT_PROVIDED", "VIOLATES", "Cell", "Results", "TrialResult"]
+
+CONFORMS = "conforms"
+VIOLATES = "violates"
+NOT_JUDGED = "not judged"
+NOT_PROVIDED = "not provided"
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One trial of one check.
+
+    Attributes:
+        rule: the rule that was decided; for a violation that the diagnosis could name, that rule.
+        operation, case: the operation and the trial's id.
+        check: the test function's name.
+        status: CONFORMS, VIOLATES or NOT_JUDGED.
+        judged, not_judged, ambiguous: as in :class:`moetail.conformance.run.checks.Tally`.
+        elements: the case's size, by which the smallest is found.
+        found: what was wrong, or why nothing was judged.
+        diagnosis: which known deviation explains it, or "".
+        repeat: the command that repeats the trial.
+        trace: the implementation's traceback, where it raised.
+        evidence: of a violation, the first wrong elements and where all lie, output by output (see
+            :mod:`moetail.conformance.report.evidence`); empty where other cases show more.
+    """
+
+    rule: str
+    operation: str
+    case: str
+    check: str
+    status: str
+    judged: int = 0
+    not_judged: int = 0
+    ambiguous: int = 0
+    elements: int = 0
+    seconds: float = 0.0
+    found: str = ""
+    diagnosis: str = ""
+    repeat: str = ""
+    trace: str = ""
+    evidence: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class Cell:
+    """One rule on one operation."""
+
+    status: str
+    trials: int = 0
+    violations: int = 0
+    judged: int = 0
+    not_judged: int = 0
+
+
+@dataclass
+class Results:
+    """All trials of a run.
+
+    Attributes:
+        implementation: as it was named.
+        provided: names of the operations it provides.
+        plan: the plan's fields.
+        trials: in the order in which they ran.
+        stopped: why the run ended early, or "".
+    """
+
+    implementation: str
+    provided: tuple[str, ...]
+    plan: dict[str, Any]
+    operations: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    trials: list[TrialResult] = field(default_factory=list)
+    stopped: str = ""
+
+    @property
+    def violations(self) -> list[TrialResult]:
+        """The smallest violation of every rule on every operation.
+
+        Rules are in the order in which their checks are believed (see :mod:`.precedence`), so the
+        first one names what is broken; what follows may be its consequence.
+        """
+        smallest: dict[tuple[str, str], TrialResult] = {}
+        first: dict[str, int] = {}
+        for trial in self.trials:
+            if trial.status == VIOLATES:
+                key = (trial.rule, trial.operation)
+                place = precedence(trial.check)
+                first[trial.rule] = min(first.get(trial.rule, place), place)
+                kept = smallest.get(key)
+                if kept is None or trial.elements < kept.elements:
+                    smallest[key] = trial
+        return sorted(
+            smallest.values(),
+            key=lambda trial: (first[trial.rule], _rule_order(trial.rule), _op(trial)),
+        )
+
+    @property
+    def judged(self) -> int:
+        return sum(trial.judged for trial in self.trials)
+
+    @property
+    def not_judged(self) -> int:
+        return sum(trial.not_judged for trial in self.trials)
+
+    @property
+    def verdict(self) -> str:
+        """VIOLATES, CONFORMS, or NOT_JUDGED where nothing was."""
+        if any(trial.status == VIOLATES for trial in self.trials) or self.stopped:
+            return VIOLATES
+        decided = any(trial.status == CONFORMS for trial in self.trials)
+        return CONFORMS if decided else NOT_JUDGED
+
+    @property
+    def exit_code(self) -> int:
+        return {CONFORMS: 0, VIOLATES: 1, NOT_JUDGED: 3}[self.verdict]
+
+    def asked(self, operation: str) -> bool:
+        return not self.operations or operation in self.operations
+
+    def matrix(self) -> dict[str, dict[str, Cell]]:
+        """rule id -> operation name -> cell, for the operations that a rule applies to."""
+        table: dict[str, dict[str, Cell]] = {}
+        for rule in RULES:
+            if self.rules and rule.id not in self.rules:
+                continue
+            table[rule.id] = {
+                name: Cell(NOT_JUDGED if name in self.provided else NOT_PROVIDED)
+                for name in rule.operations
+                if self.asked(name)
+            }
+        for trial in self.trials:
+            row = table.setdefault(trial.rule, {})
+            cell = row.setdefault(trial.operation, Cell(NOT_JUDGED))
+            cell.trials += 1
+            cell.judged += trial.judged
+            cell.not_judged += trial.not_judged
+            if trial.status == VIOLATES:
+                cell.violations += 1
+                cell.status = VIOLATES
+            elif trial.status == CONFORMS and cell.status == NOT_JUDGED:
+                cell.status = CONFORMS
+        return {rule_id: row for rule_id, row in table.items() if row}
+
+    def to_json(self) -> dict[str, Any]:
+        """The report's content, by names that stay."""
+        return {
+            "moetail": _version(),
+            "implementation": self.implementation,
+            "verdict": self.verdict,
+            "stopped": self.stopped,
+            "plan": self.plan,
+            "environment": environment(str(self.plan.get("device", "cpu"))),
+            "totals": {
+                "trials": len(self.trials),
+                "violations": sum(trial.status == VIOLATES for trial in self.trials),
+                "judged": self.judged,
+                "not_judged": self.not_judged,
+                "ambiguous": sum(trial.ambiguous for trial in self.trials),
+                "seconds": round(sum(trial.seconds for trial in self.trials), 3),
+            },
+            "provided": list(self.provided),
+            "matrix": {
+                rule_id: {name: asdict(cell) for name, cell in row.items()}
+                for rule_id, row in self.matrix().items()
+            },
+            "violations": [_without_empty(asdict(trial)) for trial in self.violations],
+            "not_judged": sorted(
+                {
+                    f"{trial.rule} {trial.operation}: {trial.found}"
+                    for trial in self.trials
+                    if trial.status == NOT_JUDGED
+                }
+            ),
+        }
+
+    def write_json(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+
+def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value not in ("", [])}
+
+
+def _rule_order(rule_id: str) -> int:
+    ids = [rule.id for rule in RULES]
+    return ids.index(rule_id) if rule_id in ids else len(ids)
+
+
+def _op(trial: TrialResult) -> int:
+    return [operation.name for operation in OPERATIONS].index(trial.operation)
+
+
+def _version() -> str:
+    try:
+        return version("moetail")
+    except PackageNotFoundError:  # run from a source tree on the path
+        return "unknown"
+
+
+def environment(device: str) -> dict[str, str]:
+    """Where a run took place."""
+    import torch
+
+    found = {
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+    if device.startswith("cuda") and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+        found["gpus"] = str(torch.cuda.device_count())
+        found["cuda"] = str(torch.version.cuda)
+        major, minor = torch.cuda.get_device_capability()
+        found["compute capability"] = f"{major}.{minor}"
+    return found
+
+
+def count(number: int, noun: str) -> str:
+    """ "1 case", "2,000 cases"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def only(names: Iterable[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """``names`` in the order of ``allowed``."""
+    kept = set(names)
+    return tuple(name for name in allowed if name in kept)

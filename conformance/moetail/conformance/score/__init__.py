@@ -1,0 +1,1 @@
+"""What the suite itself is worth: the table of mutants, and the criteria of the field beside it."""

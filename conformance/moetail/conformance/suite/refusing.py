@@ -1,0 +1,61 @@
+"""Checks of refusals, which PACK and DOMAIN share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moetail.conformance.cases.variations import REFUSALS, refusals
+from moetail.conformance.run.call import Step
+from moetail.conformance.run.checks import Plan, Tail, Trial, Trials
+from moetail.conformance.suite.draws import draw
+from moetail.spec.rules import BOUNDARY, GATHER, MOE_OUTPUT, ROUTE_MAJOR
+
+__all__ = ["must_refuse", "refusal_trials", "steps"]
+
+
+def refusal_trials(*rules: str) -> Trials:
+    """One trial for every refusal of an operation by those rules."""
+
+    def made(plan: Plan, name: str) -> Iterator[Trial]:
+        sizes = plan.group_sizes(name)
+        if plan.profile == "quick":
+            sizes = sizes[:2]
+        for ranks in sizes:
+            # Two slots a rank at least: a tensor with one row is contiguous whatever its strides.
+            top_k = 1 if name == BOUNDARY else 4
+            fixed = {"tokens": 2 * ranks + 1, "top_k": top_k, "hidden": 512}
+            plain = {"local": 0.5} if name in (MOE_OUTPUT, ROUTE_MAJOR) else {}
+            (case,) = draw(plan, name, "plain", 1, fixed={**fixed, **plain}, ranks=(ranks,))
+            if name == ROUTE_MAJOR:
+                yield Trial(name, case, "rows-strided")
+                continue
+            cases = [case]
+            for change in ({"post": "affine"}, {"shared": True}):
+                try:
+                    cases.append(case.replace(**change))
+                except ValueError:
+                    continue
+            for refusal in REFUSALS.get(name, ()):
+                for candidate in cases:
+                    if refusal in refusals(name, rules, candidate):
+                        yield Trial(name, candidate, refusal.name)
+                        break
+            if name == GATHER and "DOMAIN-1" in rules:
+                yield Trial(name, case.replace(tokens=0), "strategy-unknown")
+
+    return made
+
+
+def steps(trial: Trial) -> tuple[Step, ...]:
+    """The call that must be refused."""
+    if trial.variation == "past-max-tokens":
+        return (Step(trial.case, trial.variation, max_tokens=trial.case.tokens - 1),)
+    return (Step(trial.case, trial.variation),)
+
+
+def must_refuse(tail: Tail, trial: Trial) -> None:
+    """Every rank raises something."""
+    (run,) = tail.run(*steps(trial))
+    accepted = [rank for rank, outcome in enumerate(run.outcomes) if not outcome.refusal]
+    where = f" by rank {accepted[0]}" if trial.case.ranks > 1 and accepted else ""
+    tail.require(not accepted, f"{trial.variation}: accepted{where}", run)
