@@ -340,7 +340,7 @@ def sample_report() -> str:
 
     from moetail.conformance.catalogue import mutant
     from moetail.conformance.report.page import report_html
-    from moetail.conformance.run.checks import Plan
+    from moetail.conformance.run.plan import Plan
     from moetail.conformance.run.runner import run_suite
     from moetail.spec.rules import FINALIZE
 

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from moetail.conformance.run.checks import Check, Plan, Tail, Trial
+    from moetail.conformance.run.check import Check
+    from moetail.conformance.run.plan import Plan
     from moetail.conformance.run.results import Results, TrialResult
+    from moetail.conformance.run.subject import Subject
+    from moetail.conformance.run.trial import Trial
 
 SUITE = "moetail.conformance.suite"
 _SUITE_PATH = Path(__file__).parent / "suite"
@@ -183,11 +186,11 @@ def _trial(item: pytest.Item) -> Trial | None:
 
 
 @pytest.fixture(scope="session")
-def tail(pytestconfig: pytest.Config) -> Iterator[Tail]:
+def subject(pytestconfig: pytest.Config) -> Iterator[Subject]:
     """The implementation on trial; its rank processes live as long as the session."""
-    from moetail.conformance.run.checks import Tail
+    from moetail.conformance.run.subject import Subject
 
-    made = Tail.of(pytestconfig.getoption("--impl"), pytestconfig.stash[_PLAN])
+    made = Subject.of(pytestconfig.getoption("--impl"), pytestconfig.stash[_PLAN])
     yield made
     made.close()
 
@@ -200,11 +203,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     check = _check(pyfuncitem)
     if check is None or results_of(pyfuncitem.config) is None:
         return None
-    from moetail.conformance.run.checks import NotJudged, Violation
-    from moetail.conformance.run.trying import attempt
+    from moetail.conformance.run.runner import attempt
+    from moetail.conformance.run.trial import NotJudged, Violation
 
     arguments: dict[str, Any] = pyfuncitem.funcargs
-    result, error = attempt(check, arguments["tail"], arguments["trial"])
+    result, error = attempt(check, arguments["subject"], arguments["trial"])
     pyfuncitem.stash[_OUTCOME] = result
     pyfuncitem.user_properties += [
         ("rule", result.rule),

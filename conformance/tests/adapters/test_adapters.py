@@ -21,7 +21,7 @@ import torch
 from moetail.conformance import implementation
 from moetail.conformance.adapters import ADAPTERS, not_mapped, versions
 from moetail.conformance.implementation import UsageError, load
-from moetail.conformance.run.checks import Plan
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.results import Results
 from moetail.conformance.run.runner import run_suite
 from moetail.spec import OPERATIONS, UnfinalizedMoEOutput

@@ -30,7 +30,7 @@ from moetail.conformance.adapters.flashinfer_kernel import (
     why_not,
 )
 from moetail.conformance.implementation import UsageError
-from moetail.conformance.run.checks import Plan
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.runner import run_suite
 from moetail.reference import Reference
 from moetail.spec import ContractError, MoEOutput, UnfinalizedMoEOutput

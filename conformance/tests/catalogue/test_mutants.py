@@ -13,8 +13,11 @@ import moetail.conformance.catalogue as package
 from moetail.conformance.catalogue import MUTANTS, Mutant, mutant
 from moetail.conformance.catalogue.around import rounded_to_bits
 from moetail.conformance.catalogue.reduction import through_tf32
-from moetail.conformance.run.checks import Plan, Tail, Violation, all_trials
+from moetail.conformance.run.check import all_trials
 from moetail.conformance.run.options import load_checks
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Violation
 from moetail.conformance.score.compare import Line, markdown, ordinary_cases
 from moetail.conformance.score.table import Row, Table, examine
 from moetail.reference import Reference
@@ -108,11 +111,11 @@ def test_every_local_mutant_differs(item: Mutant) -> None:
     checks.sort(key=lambda check: check.rule != item.rule)
     for seed in range(3):
         plan = Plan(profile="quick", seed=seed, ranks=(1,))
-        tail = Tail.of(item.name, plan)
+        subject = Subject.of(item.name, plan)
         for check in checks:
-            for trial in all_trials(check, plan, tail.implementation.provided, operations):
+            for trial in all_trials(check, plan, subject.implementation.provided, operations):
                 try:
-                    check.run(tail, trial)
+                    check.run(subject, trial)
                 except Violation:
                     return
                 except Exception:

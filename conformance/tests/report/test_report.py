@@ -39,7 +39,7 @@ from moetail.conformance.report.evidence import (
 from moetail.conformance.report.page import report_html
 from moetail.conformance.report.picture import png, svg
 from moetail.conformance.report.summary import summary_markdown
-from moetail.conformance.run.checks import Plan
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.results import CONFORMS, VIOLATES, Results, TrialResult
 from moetail.conformance.run.results import NOT_JUDGED as UNDECIDED
 from moetail.conformance.run.runner import run_suite

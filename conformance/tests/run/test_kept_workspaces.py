@@ -15,13 +15,15 @@ from moetail.conformance.cases import Case
 from moetail.conformance.cases.variations import NEUTRAL
 from moetail.conformance.catalogue import mutant
 from moetail.conformance.run import workspaces
-from moetail.conformance.run.call import Step, wanted
-from moetail.conformance.run.checks import Check, NotJudged, Plan, Tail, Tally, Trial
+from moetail.conformance.run.call import CallSpec, wanted
+from moetail.conformance.run.check import Check
 from moetail.conformance.run.options import make_plan
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankError, RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES
-from moetail.conformance.run.runner import run_suite
-from moetail.conformance.run.trying import attempt
+from moetail.conformance.run.runner import attempt, run_suite
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import NotJudged, Tally, Trial
 from moetail.conformance.run.workspaces import Workspaces
 from moetail.conformance.score.table import examine
 from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
@@ -61,7 +63,7 @@ class Maker:
         implementation: str = "one",
         keep: bool = True,
     ) -> Workspaces:
-        """An execution whose steps want that."""
+        """An execution whose specs want that."""
         taken = Workspaces(self, implementation, group, list(wanted), keep)
         for hidden, _, _ in wanted:
             taken.get(hidden)
@@ -106,10 +108,10 @@ def test_the_longest_unused_goes_first() -> None:
 def test_who_needs_a_new_one() -> None:
     """Where a refusal is expected: a broken workspace would refuse anything."""
     case = Case(GATHER, tokens=3, ranks=2)
-    steps = (Step(case), Step(case, "other-hidden-size"), Step(case, max_tokens=9))
-    assert wanted(steps) == [(256, 3, False), (256, 3, True), (256, 9, True)]
+    specs = (CallSpec(case), CallSpec(case, "other-hidden-size"), CallSpec(case, max_tokens=9))
+    assert wanted(specs) == [(256, 3, False), (256, 3, True), (256, 9, True)]
     neutral = next(iter(NEUTRAL))
-    assert wanted((Step(case, neutral),)) == [(256, 3, False)]
+    assert wanted((CallSpec(case, neutral),)) == [(256, 3, False)]
 
 
 def test_groups_and_implementations_share_nothing() -> None:
@@ -156,34 +158,36 @@ def test_on_a_gpu_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 CASE = Case(GATHER, tokens=2, ranks=2)
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, kept: str, fresh: str) -> tuple[Any, Tail, list[bool]]:
+def tried(
+    monkeypatch: pytest.MonkeyPatch, kept: str, fresh: str
+) -> tuple[Any, Subject, list[bool]]:
     """A trial that ends in one way on kept workspaces, and in another way on new ones."""
     order: list[bool] = []
 
-    def on_ranks(self: Tail, case: Case, arguments: tuple[Any, ...]) -> list[list[Any]]:
+    def on_ranks(self: Subject, case: Case, arguments: tuple[Any, ...]) -> list[list[Any]]:
         order.append(arguments[-1])
         raise StopIteration
 
-    def decide(tail: Tail, trial: Trial) -> None:
+    def decide(subject: Subject, trial: Trial) -> None:
         with pytest.raises(StopIteration):
-            tail.run(Step(trial.case))
+            subject.run(CallSpec(trial.case))
         how = kept if order[-1] else fresh
         match how:
             case "violates" | "violates otherwise":
-                raise tail.violation(how)
+                raise subject.violation(how)
             case "not judged":
                 raise NotJudged(how)
             case "hangs":
                 raise RankError("rank 1 did not arrive", (1,))
             case "breaks":
                 raise ZeroDivisionError(how)
-        tail.tally.judged += 1
+        subject.tally.judged += 1
 
-    monkeypatch.setattr(Tail, "_on_ranks", on_ranks)
+    monkeypatch.setattr(Subject, "_on_ranks", on_ranks)
     check = Check("OWN-1", "test_own_1", (GATHER,), lambda plan, name: [], decide, False)
-    tail = Tail.of("reference", KEEPING)
-    result, _ = attempt(check, tail, Trial(GATHER, CASE), diagnosing=False)
-    return result, tail, order
+    subject = Subject.of("reference", KEEPING)
+    result, _ = attempt(check, subject, Trial(GATHER, CASE), diagnosing=False)
+    return result, subject, order
 
 
 @pytest.mark.parametrize(
@@ -210,13 +214,13 @@ def tried(monkeypatch: pytest.MonkeyPatch, kept: str, fresh: str) -> tuple[Any, 
 def test_a_fault_is_tried_again_on_new_workspaces(
     monkeypatch: pytest.MonkeyPatch, kept: str, fresh: str, status: str, rule: str, found: str
 ) -> None:
-    result, tail, order = tried(monkeypatch, kept, fresh)
+    result, subject, order = tried(monkeypatch, kept, fresh)
     assert (result.status, result.rule) == (status, rule)
     assert found in result.found
     assert order == ([True] if kept == "conforms" else [True, False])
     # Once RUN-5 is known to be broken, nothing is kept any more.
-    assert tail.fresh == (rule == "RUN-5")
-    assert bool(tail.ended) == (fresh == "hangs")
+    assert subject.fresh == (rule == "RUN-5")
+    assert bool(subject.ended) == (fresh == "hangs")
     if status == VIOLATES:
         assert f"--rule {rule} " in result.repeat
 
@@ -248,15 +252,15 @@ def test_the_reference_conforms_on_kept_workspaces(pool: RankPool) -> None:
 
 def test_more_ranks_than_gpus_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    tail = Tail.of("reference", Plan(ranks=(1, 4), device="cuda"))
-    assert tail.pool.size == 2
+    subject = Subject.of("reference", Plan(ranks=(1, 4), device="cuda"))
+    assert subject.pool.size == 2
     try:
         for call in (
-            lambda: tail.run(Step(CASE.replace(ranks=4))),
-            lambda: tail.workspaces(3, 256, 4, "bfloat16"),
+            lambda: subject.run(CallSpec(CASE.replace(ranks=4))),
+            lambda: subject.workspaces(3, 256, 4, "bfloat16"),
         ):
             with pytest.raises(NotJudged, match=r"[34] ranks need as many GPUs, not 2; --virtual"):
                 call()
     finally:
-        tail.close()
-    assert tail.tally == Tally()
+        subject.close()
+    assert subject.tally == Tally()

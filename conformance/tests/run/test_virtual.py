@@ -10,12 +10,13 @@ import pytest
 
 from moetail.conformance.cases import Case
 from moetail.conformance.implementation import UsageError, load
-from moetail.conformance.run.call import Step, same_bits
-from moetail.conformance.run.checks import NotJudged, Tail, Trial
+from moetail.conformance.run.call import CallSpec, same_bits
 from moetail.conformance.run.options import make_plan
 from moetail.conformance.run.ranks import RankError, RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results
 from moetail.conformance.run.runner import run_suite
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import NotJudged, Trial
 from moetail.conformance.run.virtual import execute_together
 from moetail.conformance.run.workspaces import VIRTUAL_DEADLINE
 from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
@@ -110,8 +111,8 @@ def judged(path: str, pool: RankPool, *rules: str, ranks: str = "1,2,3") -> Resu
     return run_suite(path, plan, pool=pool, rules=rules)
 
 
-def tail_of(path: str, pool: RankPool) -> Tail:
-    return Tail.of(path, make_plan(ranks="2", virtual_ranks=True), pool)
+def subject_of(path: str, pool: RankPool) -> Subject:
+    return Subject.of(path, make_plan(ranks="2", virtual_ranks=True), pool)
 
 
 def statuses(results: Results, name: str) -> dict[str, str]:
@@ -191,29 +192,29 @@ def test_the_command_line_says_what_was_not_judged(
 
 
 def test_what_has_no_virtual_ranks_is_not_judged(tmp_path: Path, pool: RankPool) -> None:
-    tail = tail_of(written(tmp_path, HOOK="None"), pool)
+    subject = subject_of(written(tmp_path, HOOK="None"), pool)
     case = Case(GATHER, tokens=5, ranks=2, strategy="unfused")
     with pytest.raises(NotJudged, match='no all_gather for "unfused"'):
-        tail.run(Step(case))
+        subject.run(CallSpec(case))
     with pytest.raises(NotJudged, match="virtual of 5 ranks raised ValueError: at most 4 ranks"):
-        tail.run(Step(case.replace(ranks=5)))
-    (run,) = tail.run(Step(case.replace(strategy="oneshot")))
+        subject.run(CallSpec(case.replace(ranks=5)))
+    (run,) = subject.run(CallSpec(case.replace(strategy="oneshot")))
     assert not any(outcome.refusal for outcome in run.outcomes)
 
 
 def test_the_hook_is_counted_and_is_the_workspaces_own(tmp_path: Path) -> None:
-    steps = [
-        Step(Case(GATHER, tokens=5, ranks=2, strategy=name)) for name in ("unfused", "twoshot")
+    specs = [
+        CallSpec(Case(GATHER, tokens=5, ranks=2, strategy=name)) for name in ("unfused", "twoshot")
     ]
-    for first, second in execute_together(None, 0, 2, written(tmp_path), "cpu", tuple(steps)):
+    for first, second in execute_together(None, 0, 2, written(tmp_path), "cpu", tuple(specs)):
         assert (first.refusal, first.hook_calls) == ("", 1)
         assert (second.refusal, second.hook_calls) == ("", 0)
 
 
 def test_steps_behind_a_refusal_are_not_reached(tmp_path: Path, pool: RankPool) -> None:
     case = Case(GATHER, tokens=5, ranks=2)
-    steps = (Step(case), Step(case, "other-hidden-size"), Step(case))
-    legal, refused, behind = tail_of(written(tmp_path), pool).run(*steps)
+    specs = (CallSpec(case), CallSpec(case, "other-hidden-size"), CallSpec(case))
+    legal, refused, behind = subject_of(written(tmp_path), pool).run(*specs)
     assert not any(outcome.refusal for outcome in legal.outcomes)
     assert all("ContractError" in outcome.refusal for outcome in refused.outcomes)
     assert all(outcome.refusal.startswith("not reached") for outcome in behind.outcomes)
@@ -222,11 +223,11 @@ def test_steps_behind_a_refusal_are_not_reached(tmp_path: Path, pool: RankPool) 
 def test_workspaces_are_kept_only_where_asked(tmp_path: Path) -> None:
     path = written(tmp_path, BEFORE="if getattr(self, 'fails', False): raise OSError")
     made = load(path).target.BeamAllReduceWorkspace.made
-    steps = (Step(Case(ALLREDUCE, tokens=5, ranks=2, hidden=512)),)
+    specs = (CallSpec(Case(ALLREDUCE, tokens=5, ranks=2, hidden=512)),)
 
-    def run(keep: bool, *changed: Step) -> list[tuple[int, int, int]]:
+    def run(keep: bool, *changed: CallSpec) -> list[tuple[int, int, int]]:
         del made[:]
-        execute_together(None, 0, 2, path, "cpu", changed or steps, keep)
+        execute_together(None, 0, 2, path, "cpu", changed or specs, keep)
         return [each for each in made if each[0] == 2]  # others load kernels
 
     assert run(False) == run(False) == [(2, 512, 5)]
@@ -234,7 +235,7 @@ def test_workspaces_are_kept_only_where_asked(tmp_path: Path) -> None:
     assert run(True) == []
     assert run(False) == [(2, 512, 5)]
     # A refusal is asked of a new one, and a call that raises may have left anything in it.
-    assert run(True, Step(steps[0].case, "other-hidden-size")) == [(2, 512, 5)]
+    assert run(True, CallSpec(specs[0].case, "other-hidden-size")) == [(2, 512, 5)]
     assert run(True) == []
     load(path).target.threads.fails = True
     assert run(True) == []
@@ -244,20 +245,20 @@ def test_workspaces_are_kept_only_where_asked(tmp_path: Path) -> None:
 
 def test_a_deadline_is_shortened(tmp_path: Path) -> None:
     path = written(tmp_path, AFTER="self.deadline = workspace.deadline_s")
-    execute_together(None, 0, 2, path, "cpu", (Step(Case(GATHER, tokens=5, ranks=2)),))
+    execute_together(None, 0, 2, path, "cpu", (CallSpec(Case(GATHER, tokens=5, ranks=2)),))
     assert load(path).target.threads.deadline == VIRTUAL_DEADLINE
 
 
 def test_the_results_are_those_of_processes(tmp_path: Path, pool: RankPool) -> None:
     case = Case(GATHER, tokens=7, ranks=3, post="affine", next="affine", strategy="unfused")
     other = case.replace(seed=1)
-    steps = (Step(case, fill=True), Step(other, reuse=True, guard=True))
-    real = Tail.of("reference", make_plan(ranks="3"))
+    specs = (CallSpec(case, fill=True), CallSpec(other, reuse=True, guard=True))
+    real = Subject.of("reference", make_plan(ranks="3"))
     try:
-        wanted = real.run(*steps)
+        wanted = real.run(*specs)
     finally:
         real.close()
-    found = tail_of(written(tmp_path), pool).run(*steps)
+    found = subject_of(written(tmp_path), pool).run(*specs)
     for mine, theirs in zip(found, wanted, strict=True):
         for left, right in zip(mine.outcomes, theirs.outcomes, strict=True):
             assert not left.refusal
@@ -268,11 +269,11 @@ def test_the_results_are_those_of_processes(tmp_path: Path, pool: RankPool) -> N
 def test_the_processes_find_what_cuda_must(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
     path = written(tmp_path, BEFORE="import os; raise OSError(os.environ['CUDA_MODULE_LOADING'])")
-    tail = Tail.of(path, make_plan(ranks="2", virtual_ranks=True))
+    subject = Subject.of(path, make_plan(ranks="2", virtual_ranks=True))
     try:
-        (run,) = tail.run(Step(Case(GATHER, tokens=5, ranks=2)))
+        (run,) = subject.run(CallSpec(Case(GATHER, tokens=5, ranks=2)))
     finally:
-        tail.close()
+        subject.close()
     assert [outcome.refusal for outcome in run.outcomes] == ["OSError: EAGER"] * 2
     assert "CUDA_MODULE_LOADING" not in os.environ
 
@@ -280,4 +281,4 @@ def test_the_processes_find_what_cuda_must(tmp_path: Path, monkeypatch: pytest.M
 def test_a_process_that_dies_is_the_virtual_ranks(tmp_path: Path, pool: RankPool) -> None:
     path = written(tmp_path, BEFORE="import os; os._exit(7)")
     with pytest.raises(RankError, match=r"the 2 virtual ranks died \(exit code 7\) in beam"):
-        tail_of(path, pool).run(Step(Case(GATHER, tokens=5, ranks=2)))
+        subject_of(path, pool).run(CallSpec(Case(GATHER, tokens=5, ranks=2)))

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetail.conformance.run.checks import Plan, Tail, all_trials
+from moetail.conformance.run.check import all_trials
 from moetail.conformance.run.options import load_checks, make_plan
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, NOT_PROVIDED, VIOLATES, Results
-from moetail.conformance.run.runner import run_suite
-from moetail.conformance.run.trying import attempt
+from moetail.conformance.run.runner import attempt, run_suite
+from moetail.conformance.run.subject import Subject
 from moetail.spec.rules import ALLREDUCE, FINALIZE, GATHER, MOE_OUTPUT, OPERATIONS
 
 _FINALIZE = """
@@ -143,8 +144,8 @@ def test_what_only_long_batches_show(tmp_path: Path, written: str, status: str) 
     plan = Plan(profile="full")
     (trial,) = all_trials(check, plan, [FINALIZE])
     assert len(list(all_trials(check, Plan(profile="full", device="cuda"), [FINALIZE]))) > 1
-    tail = Tail.of(write(tmp_path, finalize(WRITE=written)), plan)
-    result, _ = attempt(check, tail, trial)
+    subject = Subject.of(write(tmp_path, finalize(WRITE=written)), plan)
+    result, _ = attempt(check, subject, trial)
     assert result.status == status, result.found
 
 
@@ -240,13 +241,13 @@ def test_the_repeat_command_repeats_the_violation(tmp_path: Path, pool: RankPool
     path = write(tmp_path, source)
     (first, *_) = run_suite(path, make_plan(), pool=pool, rules=("ROUND-2",)).violations
     plan = make_plan()
-    from moetail.conformance.run.checks import Tail
     from moetail.conformance.run.options import load_checks, trials_asked
-    from moetail.conformance.run.trying import attempt
+    from moetail.conformance.run.runner import attempt
+    from moetail.conformance.run.subject import Subject
 
-    tail = Tail.of(path, plan, pool)
+    subject = Subject.of(path, plan, pool)
     results = [
-        attempt(check, tail, trial)[0]
+        attempt(check, subject, trial)[0]
         for check in load_checks()
         for trial in trials_asked(
             check, plan, (FINALIZE,), operations=(FINALIZE,), rules=("ROUND-2",), case=first.case

@@ -24,7 +24,7 @@ from moetail.conformance.dumps.files import (
 from moetail.conformance.judge import Verdict, judge
 from moetail.conformance.report.evidence import verdict_evidence
 from moetail.conformance.run.call import flatten, outputs, same_bits
-from moetail.conformance.run.checks import TAIL
+from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
 from moetail.reference import BeamAllReduceWorkspace, Reference
 from moetail.spec import OPERATIONS, ContractError, checks, operation, owned_tokens

@@ -17,8 +17,9 @@ from moetail.conformance.report.wording import (
     named_deviations,
     not_judged_reasons,
 )
-from moetail.conformance.run.checks import TAIL, Trial
+from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.results import VIOLATES, Results, TrialResult, count
+from moetail.conformance.run.trial import Trial
 from moetail.spec import tokens_per_rank
 from moetail.spec.rules import GATHER, OPERATIONS, RULES, Kind, operation, rule
 

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from moetail.conformance.run.checks import TAIL
+from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.results import (
     CONFORMS,
     NOT_JUDGED,

@@ -1,7 +1,7 @@
 """Run an implementation on cases: in this process, or as one rank of several.
 
-A check describes what it wants as steps. The same function carries them out for a local operation
-and in every rank process of a distributed one, and reports per step what came back, what was
+A check describes the calls it wants. The same function carries them out for a local operation
+and in every rank process of a distributed one, and reports per call what came back, what was
 refused, and which arguments changed.
 """
 
@@ -29,9 +29,9 @@ __all__ = [
     "GRAPH",
     "STREAM",
     "Call",
-    "Outcome",
+    "CallResult",
+    "CallSpec",
     "Raised",
-    "Step",
     "bits",
     "execute",
     "filled_memory",
@@ -47,14 +47,14 @@ EAGER, STREAM, GRAPH = "eager", "stream", "graph"
 
 
 @dataclass(frozen=True)
-class Step:
-    """One call.
+class CallSpec:
+    """A call as a check wants it.
 
     Attributes:
         case: whose arguments are used.
         variation: a key of ``variations.VARIATIONS`` that changes the arguments first, or "".
         fill: memory that the call allocates starts as NaN, so that unwritten elements show.
-        reuse: the case's values are copied into the tensors of the step before (same addresses),
+        reuse: the case's values are copied into the tensors of the call before (same addresses),
             as when a captured graph is replayed.
         guard: every tensor lies between stretches of NaN, which the call must neither use nor
             change.
@@ -63,8 +63,8 @@ class Step:
         snapshot: compare every argument's bits before and after (needs a copy of each).
         thresholds: (moe_gather_oneshot_max_tokens, moe_gather_separate_norm_min_tokens) to set on
             the workspace, or None to leave them.
-        max_tokens: of the workspace, which is then made for these steps alone; 0 takes the largest
-            T of the steps, or a workspace for more that has served calls before.
+        max_tokens: of the workspace, which is then made for these calls alone; 0 takes the largest
+            T of the calls, or a workspace for more that has served calls before.
     """
 
     case: Case
@@ -79,8 +79,8 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one step did on one rank.
+class CallResult:
+    """What one call did on one rank.
 
     Attributes:
         value: what the call returned; None where it raised.
@@ -106,10 +106,10 @@ class Raised(Exception):
     only then does the pool know that the others may wait for this rank in vain.
 
     Attributes:
-        outcomes: the steps up to and with the one that raised.
+        outcomes: of the calls up to and with the one that raised.
     """
 
-    def __init__(self, outcomes: list[Outcome]) -> None:
+    def __init__(self, outcomes: list[CallResult]) -> None:
         super().__init__(outcomes)
         self.outcomes = outcomes
 
@@ -180,7 +180,7 @@ def _refill(previous: dict[str, Any], arguments: dict[str, Any]) -> dict[str, An
     for name, tensor in flatten(arguments):
         target = targets.get(name)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-            raise ValueError(f"a step that reuses buffers needs the same shapes; {name} differs")
+            raise ValueError(f"a call that reuses buffers needs the same shapes; {name} differs")
         target.copy_(tensor)
     return {
         name: previous[name] if any(True for _ in flatten(value)) else value
@@ -231,53 +231,53 @@ class _Guards:
 
 
 class Call:
-    """One rank's call of a step: its arguments, and what is compared before and after it.
+    """One rank's call: its arguments, and what is compared before and after it.
 
     Attributes:
-        step, rank, device, workspace: whose call it is, where, and with what (None if local).
+        spec, rank, device, workspace: whose call it is, where, and with what (None if local).
         hook: counts the workspace's gathers.
-        placed: the case's arguments where the step put them, for a step that reuses them.
-        pairs: where the step's mode is not EAGER, each argument's tensor, which holds other values
+        placed: the case's arguments as they were put, for a call that reuses them.
+        pairs: where the mode is not EAGER, each argument's tensor, which holds other values
             for now, and the case's values.
-        value, refusal, trace: what came of it, as in :class:`Outcome`.
+        value, refusal, trace: what came of it, as in :class:`CallResult`.
     """
 
     def __init__(
         self,
         loaded: Implementation,
-        step: Step,
+        spec: CallSpec,
         rank: int,
         device: torch.device,
         previous: dict[str, Any],
         workspace: Any = None,
         hook: CountingGather | None = None,
     ) -> None:
-        self.step, self.rank, self.device = step, rank, device
+        self.spec, self.rank, self.device = spec, rank, device
         self.workspace, self.hook = workspace, hook
         self.value: Any = None
         self.refusal = self.trace = ""
-        self._function = loaded.get(step.case.operation)
-        arguments = step.case.arguments(rank, str(device))
-        if step.reuse:
+        self._function = loaded.get(spec.case.operation)
+        arguments = spec.case.arguments(rank, str(device))
+        if spec.reuse:
             arguments = _refill(previous, arguments)
         self.placed = arguments
-        if step.variation:
-            arguments = variations.apply(step.variation, step.case, rank, arguments)
+        if spec.variation:
+            arguments = variations.apply(spec.variation, spec.case, rank, arguments)
         self._guards = _Guards()
-        if step.guard:
+        if spec.guard:
             arguments = self._guards.place(arguments)
         self._tensors = {name: item for name, item in flatten(arguments) if not item.is_meta}
         self._before = (
             {name: tensor.clone() for name, tensor in self._tensors.items()}
-            if step.snapshot
+            if spec.snapshot
             else {}
         )
-        self._destination = arguments["output"] if step.case.operation == FINALIZE else None
-        if step.fill and self._destination is not None:
+        self._destination = arguments["output"] if spec.case.operation == FINALIZE else None
+        if spec.fill and self._destination is not None:
             self._destination.fill_(float("nan"))
         self.pairs: list[tuple[Tensor, Tensor]] = []
-        if step.mode != EAGER:
-            other = step.case.replace(seed=step.case.seed + 1)
+        if spec.mode != EAGER:
+            other = spec.case.replace(seed=spec.case.seed + 1)
             self.pairs = _exchange(arguments, other.arguments(rank, str(device)))
         self._arguments = arguments
         if workspace is not None:
@@ -297,7 +297,7 @@ class Call:
             self.value = None
             self.refusal, self.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> CallResult:
         """What came of it, and what it changed; nothing may be under way on the device."""
         changed = tuple(
             name
@@ -313,22 +313,22 @@ class Call:
             and value.shape == destination.shape
         )
         if destination is not None and isinstance(value, Tensor):
-            value = value.clone()  # a later step may write the same destination
+            value = value.clone()  # a later call may write the same destination
         calls = 0 if self.hook is None else self.hook.calls
-        return Outcome(value, self.refusal, self.trace, changed, returned, calls)
+        return CallResult(value, self.refusal, self.trace, changed, returned, calls)
 
 
-def wanted(steps: tuple[Step, ...]) -> list[tuple[int, int, bool]]:
-    """What the steps want of a workspace: H, ``max_tokens``, and whether it must be a new one.
+def wanted(specs: tuple[CallSpec, ...]) -> list[tuple[int, int, bool]]:
+    """What the calls want of a workspace: H, ``max_tokens``, and whether it must be a new one.
 
     One that an earlier call has broken would refuse whatever comes, and so hide what is accepted.
     """
 
-    def new(step: Step) -> bool:
-        refused = bool(step.variation) and step.variation not in variations.NEUTRAL
-        return refused or step.max_tokens > 0
+    def new(spec: CallSpec) -> bool:
+        refused = bool(spec.variation) and spec.variation not in variations.NEUTRAL
+        return refused or spec.max_tokens > 0
 
-    return [(step.case.hidden, step.max_tokens or step.case.tokens, new(step)) for step in steps]
+    return [(spec.case.hidden, spec.max_tokens or spec.case.tokens, new(spec)) for spec in specs]
 
 
 def execute(
@@ -336,37 +336,37 @@ def execute(
     rank: int,
     implementation: str,
     device: str,
-    steps: tuple[Step, ...],
+    specs: tuple[CallSpec, ...],
     keep: bool = False,
-) -> list[Outcome]:
-    """Carry out the steps on one rank.
+) -> list[CallResult]:
+    """Make the calls on one rank.
 
     Args:
         group: the process group; None for local operations.
         rank: this process's.
         implementation: as :func:`moetail.conformance.implementation.load` takes it.
         device: "cpu" or "cuda".
-        steps: the calls, in order.
+        specs: the calls, in order.
         keep: workspaces may have served earlier executions, and are kept for later ones.
 
     Raises:
-        Raised: a distributed operation raised; the steps behind it are not carried out.
+        Raised: a distributed operation raised; the calls behind it are not made.
     """
     if device == "cuda" and group is not None:
         device = f"cuda:{rank}"
     loaded = load(implementation)
-    workspaces = Workspaces(real(loaded, group), implementation, group, wanted(steps), keep)
-    outcomes: list[Outcome] = []
+    workspaces = Workspaces(real(loaded, group), implementation, group, wanted(specs), keep)
+    outcomes: list[CallResult] = []
     previous: dict[str, Any] = {}
     try:
-        for step in steps:
+        for spec in specs:
             workspace, hook = None, None
-            if operation(step.case.operation).distributed:
-                ((workspace, own),) = workspaces.get(step.case.hidden, step.thresholds)
+            if operation(spec.case.operation).distributed:
+                ((workspace, own),) = workspaces.get(spec.case.hidden, spec.thresholds)
                 hook = CountingGather(own)
-            call = Call(loaded, step, rank, torch.device(device), previous, workspace, hook)
+            call = Call(loaded, spec, rank, torch.device(device), previous, workspace, hook)
             previous = call.placed
-            with filled_memory(step.fill):
+            with filled_memory(spec.fill):
                 call.attempt(partial(_alone, call))
             outcomes.append(call.outcome())
             del call  # its copies of the arguments may be large
@@ -379,7 +379,7 @@ def execute(
 
 
 def _alone(call: Call) -> Any:
-    value = call.compute() if call.step.mode == EAGER else _RUN[call.step.mode](call)
+    value = call.compute() if call.spec.mode == EAGER else _RUN[call.spec.mode](call)
     if call.device.type == "cuda":
         torch.cuda.synchronize(call.device)
     return value

@@ -7,9 +7,11 @@ import pkgutil
 from collections.abc import Iterable, Sequence
 
 from moetail.conformance.implementation import Implementation, UsageError
-from moetail.conformance.run.checks import CHECKS, PROFILES, TAIL, Check, Plan, Trial, all_trials
+from moetail.conformance.run.check import CHECKS, TAIL, Check, all_trials
+from moetail.conformance.run.plan import PROFILES, Plan
 from moetail.conformance.run.precedence import precedence
 from moetail.conformance.run.results import only
+from moetail.conformance.run.trial import Trial
 from moetail.conformance.run.workspaces import makes_virtual
 from moetail.spec import ContractError
 from moetail.spec.rules import OPERATIONS, RULES, operation, rule
@@ -133,7 +135,7 @@ def trials_asked(
     """The trials of a check that were asked for.
 
     A case that is named runs under the rules that are named with it, or else under the check of
-    the whole tail.
+    the whole subject.
     """
     if case and not rules:
         rules = (TAIL,)

@@ -31,7 +31,7 @@ class TrialResult:
         operation, case: the operation and the trial's id.
         check: the test function's name.
         status: CONFORMS, VIOLATES or NOT_JUDGED.
-        judged, not_judged, ambiguous: as in :class:`moetail.conformance.run.checks.Tally`.
+        judged, not_judged, ambiguous: as in :class:`moetail.conformance.run.trial.Tally`.
         elements: the case's size, by which the smallest is found.
         found: what was wrong, or why nothing was judged.
         diagnosis: which known deviation explains it, or "".

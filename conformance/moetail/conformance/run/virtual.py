@@ -21,8 +21,8 @@ from moetail.conformance.run.call import (
     GRAPH,
     STREAM,
     Call,
-    Outcome,
-    Step,
+    CallResult,
+    CallSpec,
     filled_memory,
     flatten,
     late,
@@ -47,18 +47,18 @@ def execute_together(
     ranks: int,
     implementation: str,
     device: str,
-    steps: tuple[Step, ...],
+    specs: tuple[CallSpec, ...],
     keep: bool = False,
-) -> list[list[Outcome]]:
-    """Carry out the steps of a distributed operation on virtual ranks.
+) -> list[list[CallResult]]:
+    """Make the calls of a distributed operation on virtual ranks.
 
     Args:
         group, rank: this process's among processes; of no use here.
         ranks: how many virtual ranks.
-        implementation, device, steps, keep: as for :func:`.execution.execute`.
+        implementation, device, specs, keep: as for :func:`.call.execute`.
 
     Returns:
-        The outcomes by rank, then by step, up to and with the first step that some rank refused.
+        The outcomes by rank, then by call, up to and with the first one that some rank refused.
 
     Raises:
         Unsupported: the implementation has no virtual ranks for this.
@@ -69,21 +69,21 @@ def execute_together(
         place = torch.device("cuda", torch.cuda.current_device())
     loaded = load(implementation)
     make = virtual(loaded, ranks, place)
-    workspaces = Workspaces(make, implementation, ("virtual", ranks), wanted(steps), keep)
-    outcomes: list[list[Outcome]] = [[] for _ in range(ranks)]
+    workspaces = Workspaces(make, implementation, ("virtual", ranks), wanted(specs), keep)
+    outcomes: list[list[CallResult]] = [[] for _ in range(ranks)]
     previous: list[dict[str, Any]] = [{} for _ in range(ranks)]
     try:
-        for step in steps:
-            _load_kernels(loaded, step, place)
+        for spec in specs:
+            _load_kernels(loaded, spec, place)
             calls = [
-                Call(loaded, step, rank, place, previous[rank], workspace, _hook(own))
+                Call(loaded, spec, rank, place, previous[rank], workspace, _hook(own))
                 for rank, (workspace, own) in enumerate(
-                    workspaces.get(step.case.hidden, step.thresholds)
+                    workspaces.get(spec.case.hidden, spec.thresholds)
                 )
             ]
             previous = [call.placed for call in calls]
-            with filled_memory(step.fill):
-                _RUN.get(step.mode, _eagerly)(calls, place)
+            with filled_memory(spec.fill):
+                _RUN.get(spec.mode, _eagerly)(calls, place)
             if any(call.hook is not None and call.hook.missing for call in calls):
                 raise Unsupported(
                     "virtual ranks have no process group, and the workspaces that "
@@ -209,11 +209,11 @@ def _reserve_memory(streams: Sequence[Any], calls: Sequence[Call], place: torch.
 _LOADED: set[tuple[str, str]] = set()
 
 
-def _load_kernels(loaded: Implementation, step: Step, place: torch.device) -> None:
+def _load_kernels(loaded: Implementation, spec: CallSpec, place: torch.device) -> None:
     """Make a call of that shape on one rank, which waits for nobody: what it builds or loads on
     first use is then there. What it raises, the ranks' own calls will."""
     with contextlib.suppress(Exception):
-        case = step.case.replace(ranks=1, source="normal", seed=0)
+        case = spec.case.replace(ranks=1, source="normal", seed=0)
         if (loaded.spec, case.id) not in _LOADED:
             _LOADED.add((loaded.spec, case.id))
             (workspace,) = virtual(loaded, 1, place)(case.hidden, case.tokens)

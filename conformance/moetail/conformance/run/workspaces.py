@@ -147,7 +147,7 @@ class _Made:
         ]
 
     def restore(self) -> None:
-        """Undo what the steps assigned."""
+        """Undo what the calls assigned."""
         for workspace, fields in zip(self.workspaces, self.fields, strict=True):
             for name, value in fields.items():
                 setattr(workspace, name, value)
@@ -165,7 +165,7 @@ _SHELVES: dict[Hashable, _Shelf] = {}
 
 
 class Workspaces:
-    """The workspaces for all steps of one execution, one for each hidden size.
+    """The workspaces for all calls of one execution, one for each hidden size.
 
     Making them may cost a hundred times what a call does (memory that all ranks map), so that they
     can be kept for later executions of this process. Making is a collective: what is kept and what
@@ -175,8 +175,8 @@ class Workspaces:
         make: makes them.
         implementation: its name; others' workspaces are dropped.
         group: what tells groups of ranks apart.
-        wanted: for each step the hidden size, ``max_tokens``, and whether it needs a new one.
-        keep: take kept ones and keep new ones, except where a step needs a new one.
+        wanted: for each call the hidden size, ``max_tokens``, and whether it needs a new one.
+        keep: take kept ones and keep new ones, except where a call needs a new one.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Workspaces:
         ]
 
     def drop(self) -> None:
-        """Keep nothing that these steps used: a call failed, and may have left anything there."""
+        """Keep nothing that these calls used: one failed, and may have left anything there."""
         shelf = _SHELVES.get(self._group)
         for hidden, made in self._used.items():
             if shelf is not None and shelf.made.get(hidden) is made:

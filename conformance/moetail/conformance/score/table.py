@@ -14,11 +14,14 @@ import torch
 from moetail.conformance.catalogue import MUTANTS, Mutant
 from moetail.conformance.catalogue.variants import VARIANTS, Variant
 from moetail.conformance.diagnosis import diagnose, rule_named
-from moetail.conformance.run.checks import Plan, Tail, Violation, all_trials
+from moetail.conformance.run.check import all_trials
 from moetail.conformance.run.options import load_checks
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankPool, end_with_parent
 from moetail.conformance.run.results import VIOLATES, TrialResult
-from moetail.conformance.run.trying import attempt
+from moetail.conformance.run.runner import attempt
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Violation
 from moetail.spec import operation
 
 __all__ = ["Row", "Table", "run_catalogue"]
@@ -119,7 +122,7 @@ class Table:
         return 0 if all(row.right for row in self.rows) else 1
 
 
-def examine(subject: Mutant | Variant, plan: Plan, pool: RankPool | None = None) -> Row:
+def examine(entry: Mutant | Variant, plan: Plan, pool: RankPool | None = None) -> Row:
     """Run the suite against one implementation, on the operations that it can change; in the quick
     profile on those that need one process only, if there are any.
 
@@ -127,22 +130,22 @@ def examine(subject: Mutant | Variant, plan: Plan, pool: RankPool | None = None)
     that rejects it, since that one names the rule.
     """
     started = time.perf_counter()
-    tail = Tail.of(subject.name, plan, pool)
-    mutant = isinstance(subject, Mutant)
+    subject = Subject.of(entry.name, plan, pool)
+    mutant = isinstance(entry, Mutant)
     worst: TrialResult | None = None
     telling: Violation | None = None
     exposure: float | None = None
     judged = not_judged = trials = 0
     most = 0
     first = diagnosis = error = ""
-    operations = subject.operations
+    operations = entry.operations
     local = tuple(name for name in operations if not operation(name).distributed)
     if plan.profile == "quick" and local:
         operations = local
     try:
         for check in load_checks():
-            for trial in all_trials(check, plan, tail.implementation.provided, operations):
-                result, raised = attempt(check, tail, trial, diagnosing=False)
+            for trial in all_trials(check, plan, subject.implementation.provided, operations):
+                result, raised = attempt(check, subject, trial, diagnosing=False)
                 trials += 1
                 judged += result.judged
                 not_judged += result.not_judged
@@ -168,10 +171,10 @@ def examine(subject: Mutant | Variant, plan: Plan, pool: RankPool | None = None)
     except Exception as fault:
         error = f"{type(fault).__name__}: {fault}"
     return Row(
-        subject.id,
+        entry.id,
         variant=not mutant,
-        expected=subject.rule if isinstance(subject, Mutant) else "",
-        also=subject.also if isinstance(subject, Mutant) else (),
+        expected=entry.rule if isinstance(entry, Mutant) else "",
+        also=entry.also if isinstance(entry, Mutant) else (),
         first=first or (worst.rule if worst else ""),
         check=worst.check if worst else "",
         operation=worst.operation if worst else "",
@@ -201,16 +204,16 @@ def _start(plan: Plan) -> None:
     _POOL = RankPool(max(plan.ranks), device=plan.device, timeout=plan.timeout)
 
 
-def _examine(subject_id: str, variant: bool, plan: Plan) -> Row:
-    subjects: Sequence[Mutant | Variant] = VARIANTS if variant else MUTANTS
-    (subject,) = (item for item in subjects if item.id == subject_id)
-    return examine(subject, plan, _POOL)
+def _examine(entry_id: str, variant: bool, plan: Plan) -> Row:
+    entries: Sequence[Mutant | Variant] = VARIANTS if variant else MUTANTS
+    (entry,) = (item for item in entries if item.id == entry_id)
+    return examine(entry, plan, _POOL)
 
 
-def _cost(subject: Mutant | Variant) -> tuple[bool, bool, int]:
+def _cost(entry: Mutant | Variant) -> tuple[bool, bool, int]:
     """Longest first: variants run to the end, and ranks cost more than one process."""
-    distributed = any(operation(name).distributed for name in subject.operations)
-    return isinstance(subject, Mutant), not distributed, -len(subject.operations)
+    distributed = any(operation(name).distributed for name in entry.operations)
+    return isinstance(entry, Mutant), not distributed, -len(entry.operations)
 
 
 def run_catalogue(
@@ -230,17 +233,17 @@ def run_catalogue(
     started = time.perf_counter()
     wanted = set(only)
     everything: tuple[Mutant | Variant, ...] = (*MUTANTS, *VARIANTS)
-    subjects = [item for item in everything if not wanted or item.id in wanted]
+    entries = [item for item in everything if not wanted or item.id in wanted]
     rows: dict[str, Row] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(plan,)) as pool:
         futures: dict[Future[Row], Mutant | Variant] = {
             pool.submit(_examine, item.id, isinstance(item, Variant), plan): item
-            for item in sorted(subjects, key=_cost)
+            for item in sorted(entries, key=_cost)
         }
         for done, future in enumerate(as_completed(futures), start=1):
             row = future.result()
             rows[row.id] = row
-            progress(row, done, len(subjects))
-    ordered = [rows[item.id] for item in subjects]
+            progress(row, done, len(entries))
+    ordered = [rows[item.id] for item in entries]
     return Table(plan, ordered, time.perf_counter() - started)

@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from moetail.conformance.cases import Case, aimed_cases
-from moetail.conformance.run.checks import Plan, Trial, Trials
+from moetail.conformance.run.check import Trials
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.trial import Trial
 from moetail.spec.rules import (
     ALLREDUCE,
     BOUNDARY,

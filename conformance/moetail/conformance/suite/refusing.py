@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moetail.conformance.cases.variations import REFUSALS, refusals
-from moetail.conformance.run.call import Step
-from moetail.conformance.run.checks import Plan, Tail, Trial, Trials
+from moetail.conformance.run.call import CallSpec
+from moetail.conformance.run.check import Trials
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Trial
 from moetail.conformance.suite.draws import draw
 from moetail.spec.rules import BOUNDARY, GATHER, MOE_OUTPUT, ROUTE_MAJOR
 
-__all__ = ["must_refuse", "refusal_trials", "steps"]
+__all__ = ["must_refuse", "refusal_trials", "specs"]
 
 
 def refusal_trials(*rules: str) -> Trials:
@@ -46,16 +49,16 @@ def refusal_trials(*rules: str) -> Trials:
     return made
 
 
-def steps(trial: Trial) -> tuple[Step, ...]:
+def specs(trial: Trial) -> tuple[CallSpec, ...]:
     """The call that must be refused."""
     if trial.variation == "past-max-tokens":
-        return (Step(trial.case, trial.variation, max_tokens=trial.case.tokens - 1),)
-    return (Step(trial.case, trial.variation),)
+        return (CallSpec(trial.case, trial.variation, max_tokens=trial.case.tokens - 1),)
+    return (CallSpec(trial.case, trial.variation),)
 
 
-def must_refuse(tail: Tail, trial: Trial) -> None:
+def must_refuse(subject: Subject, trial: Trial) -> None:
     """Every rank raises something."""
-    (run,) = tail.run(*steps(trial))
+    (run,) = subject.run(*specs(trial))
     accepted = [rank for rank, outcome in enumerate(run.outcomes) if not outcome.refusal]
     where = f" by rank {accepted[0]}" if trial.case.ranks > 1 and accepted else ""
-    tail.require(not accepted, f"{trial.variation}: accepted{where}", run)
+    subject.require(not accepted, f"{trial.variation}: accepted{where}", run)

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 
 from moetail.conformance.run.call import same_bits
-from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Trial
 from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import CONVERT, ROUTE_MAJOR
 
@@ -47,24 +50,24 @@ def _legal(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, ("legal", number), plan.pick(1, 4), fixed=fixed))
 
 
-def _call(tail: Tail, trial: Trial, arguments: dict[str, Any]) -> Any:
+def _call(subject: Subject, trial: Trial, arguments: dict[str, Any]) -> Any:
     try:
-        return tail.implementation.get(trial.operation)(**arguments)
+        return subject.implementation.get(trial.operation)(**arguments)
     except Exception as error:
-        raise tail.violation(
+        raise subject.violation(
             f"raised on a legal layout: {type(error).__name__}: {error}"
         ) from error
 
 
 @checks_rule("CONVERT-1", _legal)
-def test_convert_1_legal_layouts_are_accepted(tail: Tail, trial: Trial) -> None:
+def test_convert_1_legal_layouts_are_accepted(subject: Subject, trial: Trial) -> None:
     case = trial.case
-    arguments = case.arguments(device=tail.plan.device)
-    made = _call(tail, trial, arguments)
+    arguments = case.arguments(device=subject.plan.device)
+    made = _call(subject, trial, arguments)
     if case.routed == "finalized":
         given = arguments["flashinfer_output"]
         given = given[0] if isinstance(given, list) else given
-        tail.require(
+        subject.require(
             isinstance(made, torch.Tensor) and same_bits(made, given),
             "did not return the finalized tensor",
         )
@@ -85,9 +88,9 @@ def test_convert_1_legal_layouts_are_accepted(tail: Tail, trial: Trial) -> None:
         ),
     ):
         if expected is None:
-            tail.require(tuple(found.shape) == shape, f"{name} has shape {list(found.shape)}")
+            subject.require(tuple(found.shape) == shape, f"{name} has shape {list(found.shape)}")
             continue
-        tail.require(
+        subject.require(
             found.shape == expected.shape and same_bits(found, expected),
             f"{name} is {list(found.shape)} {found.dtype}, not what the producer returned "
             f"as {list(expected.shape)} {expected.dtype}",
@@ -179,27 +182,27 @@ def _illegal(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(cases, variation)
 
 
-def _refused(tail: Tail, trial: Trial, arguments: dict[str, Any], what: str) -> None:
+def _refused(subject: Subject, trial: Trial, arguments: dict[str, Any], what: str) -> None:
     try:
-        tail.implementation.get(trial.operation)(**arguments)
+        subject.implementation.get(trial.operation)(**arguments)
     except ValueError as error:
-        tail.require(bool(str(error).strip()), f"{what}: refused without saying why")
+        subject.require(bool(str(error).strip()), f"{what}: refused without saying why")
     except Exception as error:
         if trial.operation == ROUTE_MAJOR:
-            tail.require(True, "")
+            subject.require(True, "")
             return
-        raise tail.violation(
+        raise subject.violation(
             f"{what}: {type(error).__name__} ({error}), not a ValueError that names it"
         ) from error
     else:
-        tail.require(False, f"{what}: accepted")
+        subject.require(False, f"{what}: accepted")
 
 
 @checks_rule("CONVERT-2", _illegal, varies=True)
-def test_convert_2_illegal_layouts_are_refused(tail: Tail, trial: Trial) -> None:
-    arguments = trial.case.arguments(device=tail.plan.device)
+def test_convert_2_illegal_layouts_are_refused(subject: Subject, trial: Trial) -> None:
+    arguments = trial.case.arguments(device=subject.plan.device)
     _ILLEGAL[trial.operation][trial.variation][1](arguments)
-    _refused(tail, trial, arguments, trial.variation)
+    _refused(subject, trial, arguments, trial.variation)
 
 
 def _with_tensors(plan: Plan, name: str) -> Iterator[Trial]:
@@ -209,10 +212,10 @@ def _with_tensors(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("CONVERT-3", _with_tensors)
-def test_convert_3_nothing_is_copied(tail: Tail, trial: Trial) -> None:
+def test_convert_3_nothing_is_copied(subject: Subject, trial: Trial) -> None:
     case = trial.case
-    arguments = case.arguments(device=tail.plan.device)
-    made = tail.converted(arguments)
+    arguments = case.arguments(device=subject.plan.device)
+    made = subject.converted(arguments)
     if case.routed == "finalized":
         given = arguments["flashinfer_output"]
         pairs = [("the finalized tensor", made, given[0] if isinstance(given, list) else given)]
@@ -229,8 +232,8 @@ def test_convert_3_nothing_is_copied(tail: Tail, trial: Trial) -> None:
             ("expert_weights", made.expert_weights, arguments["topk_weights"]),
         ]
     for name, found, given in pairs:
-        tail.require(found.data_ptr() == given.data_ptr(), f"{name} was copied")
-        tail.require(found.dtype == given.dtype, f"{name} is {found.dtype}, not {given.dtype}")
+        subject.require(found.data_ptr() == given.data_ptr(), f"{name} was copied")
+        subject.require(found.dtype == given.dtype, f"{name} is {found.dtype}, not {given.dtype}")
 
 
 _DESTINATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -251,15 +254,15 @@ def _destinations(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("CONVERT-4", _destinations, varies=None)
-def test_convert_4_a_destination_is_aliased(tail: Tail, trial: Trial) -> None:
-    arguments = trial.case.arguments(device=tail.plan.device)
+def test_convert_4_a_destination_is_aliased(subject: Subject, trial: Trial) -> None:
+    arguments = trial.case.arguments(device=subject.plan.device)
     given = arguments["flashinfer_output"]
     given = given[0] if isinstance(given, list) else given
     if trial.variation:
         arguments["finalized_output"] = _DESTINATIONS[trial.variation](given)
-        _refused(tail, trial, arguments, trial.variation)
+        _refused(subject, trial, arguments, trial.variation)
         return
-    made = tail.converted(arguments)
-    tail.require(
+    made = subject.converted(arguments)
+    subject.require(
         made.data_ptr() == given.data_ptr(), "returned another tensor than its destination"
     )

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.run.call import Step, flatten
-from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.call import CallSpec, flatten
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Trial
 from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import BOUNDARY, FINALIZE, FUSED, GATHER, MOE_OUTPUT
 
@@ -24,22 +27,22 @@ def _capacity(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("LIVE-1", _capacity, operations=(FINALIZE, FUSED))
-def test_live_1_only_live_slots_are_read(tail: Tail, trial: Trial) -> None:
-    _same_whatever_capacity_holds(tail, trial)
+def test_live_1_only_live_slots_are_read(subject: Subject, trial: Trial) -> None:
+    _same_whatever_capacity_holds(subject, trial)
 
 
 @checks_rule("LIVE-1", _capacity, operations=(GATHER,))
-def test_live_1_only_live_slots_are_gathered(tail: Tail, trial: Trial) -> None:
-    _same_whatever_capacity_holds(tail, trial)
+def test_live_1_only_live_slots_are_gathered(subject: Subject, trial: Trial) -> None:
+    _same_whatever_capacity_holds(subject, trial)
 
 
-def _same_whatever_capacity_holds(tail: Tail, trial: Trial) -> None:
+def _same_whatever_capacity_holds(subject: Subject, trial: Trial) -> None:
     case = trial.case
-    first, finite, tight = tail.run(
-        Step(case), Step(case.replace(poison="random")), Step(case.replace(capacity=0))
+    first, finite, tight = subject.run(
+        CallSpec(case), CallSpec(case.replace(poison="random")), CallSpec(case.replace(capacity=0))
     )
-    tail.same(finite, first, "NaN in slots that are not live changed the result")
-    tail.same(finite, tight, "slots that are not live changed the result")
+    subject.same(finite, first, "NaN in slots that are not live changed the result")
+    subject.same(finite, tight, "slots that are not live changed the result")
 
 
 def _no_tokens(plan: Plan, name: str) -> Iterator[Trial]:
@@ -52,44 +55,44 @@ def _no_tokens(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("LIVE-2", _no_tokens)
-def test_live_2_zero_tokens_give_empty_outputs(tail: Tail, trial: Trial) -> None:
+def test_live_2_zero_tokens_give_empty_outputs(subject: Subject, trial: Trial) -> None:
     case = trial.case
-    (run,) = tail.run(Step(case))
-    tail.returned(run)
+    (run,) = subject.run(CallSpec(case))
+    subject.returned(run)
     for value in run.values:
         if case.operation in (FINALIZE, MOE_OUTPUT):
             outputs = {"output": value}
         else:
-            tail.require(
+            subject.require(
                 isinstance(value, (tuple, list)) and len(value) == 2,
                 f"returned {type(value).__name__}, not (hidden, normalized)",
                 run,
             )
             outputs = {"hidden": value[0], "normalized": value[1]}
             if case.next == "none":
-                tail.require(
+                subject.require(
                     outputs.pop("normalized") is None, "normalized is not None without next_eps"
                 )
         for name, output in outputs.items():
-            tail.require(isinstance(output, torch.Tensor), f"{name} is {output!r}, not a tensor")
+            subject.require(isinstance(output, torch.Tensor), f"{name} is {output!r}, not a tensor")
             found = f"{list(output.shape)} {output.dtype}"
-            tail.require(
+            subject.require(
                 tuple(output.shape) == (0, case.hidden) and output.dtype is torch.bfloat16,
                 f"{name} is {found}, not [0, {case.hidden}] torch.bfloat16",
                 run,
             )
-    if tail.plan.device == "cuda" and case.ranks == 1 and case.operation != BOUNDARY:
-        tail.require(_launches(tail, trial) == 0, "launched a kernel for zero tokens", run)
+    if subject.plan.device == "cuda" and case.ranks == 1 and case.operation != BOUNDARY:
+        subject.require(_launches(subject, trial) == 0, "launched a kernel for zero tokens", run)
 
 
-def _launches(tail: Tail, trial: Trial) -> int:
+def _launches(subject: Subject, trial: Trial) -> int:
     """Kernels that a second call launches, as the profiler sees them."""
     from torch.profiler import ProfilerActivity, profile
 
     if trial.case.operation not in (FINALIZE, MOE_OUTPUT):
         return 0
     arguments = trial.case.arguments(device="cuda")
-    function = tail.implementation.get(trial.operation)
+    function = subject.implementation.get(trial.operation)
     assert any(True for _ in flatten(arguments))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from moetail.conformance.run.call import Step
-from moetail.conformance.run.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.call import CallSpec
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import NotJudged, Trial
 from moetail.conformance.run.workspaces import FIELDS
 from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
@@ -24,8 +27,8 @@ def _even(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-1", _even)
-def test_own_1_consecutive_blocks_without_padding(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_own_1_consecutive_blocks_without_padding(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _uneven(plan: Plan, name: str) -> Iterator[Trial]:
@@ -40,8 +43,8 @@ def _uneven(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-1", _uneven)
-def test_own_1_consecutive_blocks(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_own_1_consecutive_blocks(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _padded_pair(plan: Plan, name: str) -> Iterator[Trial]:
@@ -61,22 +64,22 @@ def _padded(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-2", _padded_pair)
-def test_own_2_padding_contributes_nothing_on_two_ranks(tail: Tail, trial: Trial) -> None:
-    _same_whatever_padding_holds(tail, trial)
+def test_own_2_padding_contributes_nothing_on_two_ranks(subject: Subject, trial: Trial) -> None:
+    _same_whatever_padding_holds(subject, trial)
 
 
 @checks_rule("OWN-2", _padded_more)
-def test_own_2_padding_contributes_nothing(tail: Tail, trial: Trial) -> None:
-    _same_whatever_padding_holds(tail, trial)
+def test_own_2_padding_contributes_nothing(subject: Subject, trial: Trial) -> None:
+    _same_whatever_padding_holds(subject, trial)
 
 
-def _same_whatever_padding_holds(tail: Tail, trial: Trial) -> None:
+def _same_whatever_padding_holds(subject: Subject, trial: Trial) -> None:
     case = trial.case
-    first, finite, tight = tail.run(
-        Step(case), Step(case.replace(poison="random")), Step(case.replace(capacity=0))
+    first, finite, tight = subject.run(
+        CallSpec(case), CallSpec(case.replace(poison="random")), CallSpec(case.replace(capacity=0))
     )
-    tail.same(finite, first, "NaN in padding or capacity slots changed the result")
-    tail.same(finite, tight, "capacity slots changed the result")
+    subject.same(finite, first, "NaN in padding or capacity slots changed the result")
+    subject.same(finite, tight, "capacity slots changed the result")
 
 
 def _several_ranks(plan: Plan, name: str) -> Iterator[Trial]:
@@ -113,11 +116,11 @@ def _orders_that_show(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-3", _orders_that_show, varies=None)
-def test_own_3_replicas_are_bit_identical(tail: Tail, trial: Trial) -> None:
-    (run,) = tail.run(Step(trial.case, trial.variation))
-    tail.returned(run)
+def test_own_3_replicas_are_bit_identical(subject: Subject, trial: Trial) -> None:
+    (run,) = subject.run(CallSpec(trial.case, trial.variation))
+    subject.returned(run)
     for rank, value in enumerate(run.values[1:], start=1):
-        tail.same_values(run.values[0], value, f"ranks 0 and {rank} differ", run)
+        subject.same_values(run.values[0], value, f"ranks 0 and {rank} differ", run)
 
 
 def _strategies(plan: Plan, name: str) -> Iterator[Trial]:
@@ -133,8 +136,8 @@ def _strategies(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-4", _strategies, operations=(GATHER,))
-def test_own_4_every_strategy_conforms(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_own_4_every_strategy_conforms(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _thresholds(plan: Plan, name: str) -> Iterator[Trial]:
@@ -144,7 +147,7 @@ def _thresholds(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-4", _thresholds, operations=(GATHER,))
-def test_own_4_the_default_follows_the_thresholds(tail: Tail, trial: Trial) -> None:
+def test_own_4_the_default_follows_the_thresholds(subject: Subject, trial: Trial) -> None:
     """What can be observed of the choice: only "unfused" goes through the workspace's hook."""
     case = trial.case
     tokens = case.tokens
@@ -155,13 +158,13 @@ def test_own_4_the_default_follows_the_thresholds(tail: Tail, trial: Trial) -> N
         (tokens - 1, tokens + 1): False,  # twoshot between the two
         (tokens, 1): False,  # oneshot comes first where both hold
     }
-    runs = tail.run(*(Step(case, thresholds=pair) for pair in expected))
+    runs = subject.run(*(CallSpec(case, thresholds=pair) for pair in expected))
     for run, ((oneshot, separate), through_hook) in zip(runs, expected.items(), strict=True):
-        tail.conforms(run)
+        subject.conforms(run)
         for outcome in run.outcomes:
-            if through_hook and outcome.hook_calls == 0 and not _has_hook(tail):
+            if through_hook and outcome.hook_calls == 0 and not _has_hook(subject):
                 raise NotJudged("the workspace has no all_gather hook to observe")
-            tail.require(
+            subject.require(
                 (outcome.hook_calls > 0) == through_hook,
                 f"T = {tokens}, oneshot_max_tokens = {oneshot}, separate_norm_min_tokens = "
                 f"{separate}: all_gather was called {outcome.hook_calls} times; "
@@ -177,9 +180,9 @@ def _groups(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("OWN-4", _groups, operations=(WORKSPACE,))
-def test_own_4_a_workspace_has_its_fields(tail: Tail, trial: Trial) -> None:
+def test_own_4_a_workspace_has_its_fields(subject: Subject, trial: Trial) -> None:
     case = trial.case
-    for rank, found in enumerate(tail.workspaces(case.ranks, case.hidden, 33, "bfloat16")):
+    for rank, found in enumerate(subject.workspaces(case.ranks, case.hidden, 33, "bfloat16")):
         if found.get("none"):
             raise NotJudged(f"create returned None on this machine, for {case.ranks} ranks")
         expected = {
@@ -190,15 +193,15 @@ def test_own_4_a_workspace_has_its_fields(tail: Tail, trial: Trial) -> None:
         }
         for name, value in expected.items():
             shown = found.get(name, "not there")
-            tail.require(shown == value, f"rank {rank}: {name} is {shown}; it is {value}")
+            subject.require(shown == value, f"rank {rank}: {name} is {shown}; it is {value}")
         for name in FIELDS:
-            tail.require(name in found, f"rank {rank}: the workspace has no {name}")
+            subject.require(name in found, f"rank {rank}: the workspace has no {name}")
         oneshot = found["moe_gather_oneshot_max_tokens"]
-        tail.require(
+        subject.require(
             isinstance(oneshot, int),
             f"rank {rank}: moe_gather_oneshot_max_tokens is {oneshot!r}, not a number of tokens",
         )
 
 
-def _has_hook(tail: Tail) -> bool:
-    return tail.implementation.provides("BeamAllReduceWorkspace")
+def _has_hook(subject: Subject) -> bool:
+    return subject.implementation.provides("BeamAllReduceWorkspace")

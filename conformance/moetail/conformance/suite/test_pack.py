@@ -6,28 +6,31 @@ from collections.abc import Iterator
 
 import torch
 
-from moetail.conformance.run.call import Step
-from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.call import CallSpec
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Trial
 from moetail.conformance.suite.draws import draw, trials
 from moetail.conformance.suite.refusing import must_refuse, refusal_trials
 from moetail.spec.rules import ALLREDUCE, MOE_OUTPUT, ROUTE_MAJOR
 
 
 @checks_rule("PACK-1", refusal_trials("PACK-1"), varies=True)
-def test_pack_1_refuses_rows_that_are_not_dense(tail: Tail, trial: Trial) -> None:
+def test_pack_1_refuses_rows_that_are_not_dense(subject: Subject, trial: Trial) -> None:
     if trial.operation == ROUTE_MAJOR:
-        function = tail.implementation.get(ROUTE_MAJOR)
-        arguments = trial.case.arguments(device=tail.plan.device)
+        function = subject.implementation.get(ROUTE_MAJOR)
+        arguments = trial.case.arguments(device=subject.plan.device)
         routes = arguments["routes"]
         wide = torch.cat([routes, routes], dim=-1)
         arguments["routes"] = wide[..., : routes.shape[-1]]
         try:
             function(**arguments)
         except Exception:
-            tail.require(True, "")
+            subject.require(True, "")
             return
-        tail.require(False, "took rows that are not contiguous")
-    must_refuse(tail, trial)
+        subject.require(False, "took rows that are not contiguous")
+    must_refuse(subject, trial)
 
 
 def _wrappings(plan: Plan, name: str) -> Iterator[Trial]:
@@ -43,19 +46,21 @@ def _wrappings(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("PACK-2", _wrappings, varies=True)
-def test_pack_2_padding_changes_no_bit(tail: Tail, trial: Trial) -> None:
+def test_pack_2_padding_changes_no_bit(subject: Subject, trial: Trial) -> None:
     case = trial.case
     poisons = [poison for poison in ("nan", "inf", "huge", "random") if poison != case.poison]
-    first, more, wider, *others = tail.run(
-        Step(case),
-        Step(case, trial.variation),
-        Step(case.replace(tile=32 if case.tile != 32 else 16)),
-        *(Step(case.replace(poison=poison)) for poison in poisons),
+    first, more, wider, *others = subject.run(
+        CallSpec(case),
+        CallSpec(case, trial.variation),
+        CallSpec(case.replace(tile=32 if case.tile != 32 else 16)),
+        *(CallSpec(case.replace(poison=poison)) for poison in poisons),
     )
-    tail.same(first, more, "137 more padding rows changed the result")
-    tail.same(first, wider, "a wider tile changed the result")
+    subject.same(first, more, "137 more padding rows changed the result")
+    subject.same(first, wider, "a wider tile changed the result")
     for poison, run in zip(poisons, others, strict=True):
-        tail.same(first, run, f"{poison} instead of {case.poison} in unreferenced rows changed it")
+        subject.same(
+            first, run, f"{poison} instead of {case.poison} in unreferenced rows changed it"
+        )
 
 
 def _route_major(plan: Plan, name: str) -> Iterator[Trial]:
@@ -67,27 +72,29 @@ def _route_major(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("PACK-3", _route_major, operations=(ROUTE_MAJOR,))
-def test_pack_3_route_major_map(tail: Tail, trial: Trial) -> None:
-    arguments = trial.case.arguments(device=tail.plan.device)
-    made = tail.converted(arguments)
+def test_pack_3_route_major_map(subject: Subject, trial: Trial) -> None:
+    arguments = trial.case.arguments(device=subject.plan.device)
+    made = subject.converted(arguments)
     ids, expert_map = arguments["topk_ids"].long(), arguments["expert_map"]
     index = made.expanded_idx_to_permuted_idx
-    tail.require(index.dtype == torch.int32, f"the map is {index.dtype}, not torch.int32")
-    tail.require(tuple(index.shape) == tuple(ids.shape), f"the map has shape {list(index.shape)}")
+    subject.require(index.dtype == torch.int32, f"the map is {index.dtype}, not torch.int32")
+    subject.require(
+        tuple(index.shape) == tuple(ids.shape), f"the map has shape {list(index.shape)}"
+    )
     rows = made.gemm2_permuted
-    tail.require(
+    subject.require(
         rows.dim() == 2 and rows.shape[0] == ids.numel(),
         f"rows have shape {list(rows.shape)}; there are T * K = {ids.numel()} rows on every rank",
     )
-    tail.require(made.route_major is True, f"route_major is {made.route_major!r}")
+    subject.require(made.route_major is True, f"route_major is {made.route_major!r}")
     for token in range(ids.shape[0]):
         for slot in range(ids.shape[1]):
             local = expert_map is None or int(expert_map[ids[token, slot]]) >= 0
             expected = token * ids.shape[1] + slot if local else -1
             found = int(index[token, slot])
-            tail.require(found == expected, f"map[{token}, {slot}] = {found}; it is {expected}")
+            subject.require(found == expected, f"map[{token}, {slot}] = {found}; it is {expected}")
 
 
 @checks_rule("PACK-3", _route_major, operations=(MOE_OUTPUT, ALLREDUCE))
-def test_pack_3_route_major_is_the_identity(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_pack_3_route_major_is_the_identity(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))

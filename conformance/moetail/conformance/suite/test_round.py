@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetail.conformance.run.call import Step
-from moetail.conformance.run.checks import Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.call import CallSpec
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Trial
 from moetail.conformance.suite.draws import aimed, draw, trials
 from moetail.spec.rules import ALLREDUCE, FINALIZE, MOE_OUTPUT
 
 
 @checks_rule("ROUND-1", aimed("accumulate"))
-def test_round_1_the_reduction_accumulates_in_fp32(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_1_the_reduction_accumulates_in_fp32(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule("ROUND-2", aimed("scale", "scale-round", "scale-double"))
-def test_round_2_rounded_before_the_scale_and_after(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_2_rounded_before_the_scale_and_after(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 _TIES = aimed("ties", "ties-down", "ties-up", "ties-near")
@@ -36,20 +39,20 @@ def _ties_of_shared_sums(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUND-3", _ties)
-def test_round_3_to_nearest_ties_to_even(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_3_to_nearest_ties_to_even(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule("ROUND-3", _ties_of_shared_sums, operations=(MOE_OUTPUT, ALLREDUCE))
-def test_round_3_of_sums_with_the_shared_part(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_3_of_sums_with_the_shared_part(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule(
     "ROUND-4", aimed("norm-affine", "norm-eps", "norm-mean", "norm-outlier", "norm-prenorm")
 )
-def test_round_4_norms_are_fp32_on_the_rounded_input(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_4_norms_are_fp32_on_the_rounded_input(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _wide(plan: Plan, name: str) -> Iterator[Trial]:
@@ -58,21 +61,23 @@ def _wide(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUND-4", _wide)
-def test_round_4_norm_weights_of_any_size(tail: Tail, trial: Trial) -> None:
+def test_round_4_norm_weights_of_any_size(subject: Subject, trial: Trial) -> None:
     """Weights from 2^-30 to 2^30: FP16 holds few of them."""
-    tail.conforms(*tail.run(Step(trial.case)))
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule("ROUND-5", aimed("residual", "residual-double"))
-def test_round_5_each_residual_product_is_rounded(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_5_each_residual_product_is_rounded(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule("ROUND-6", aimed("hidden"))
-def test_round_6_the_next_norm_takes_the_rounded_hidden(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_6_the_next_norm_takes_the_rounded_hidden(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule("ROUND-7", aimed("shared", "allreduce"))
-def test_round_7_shared_after_the_scale_and_ranks_before_the_norm(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_round_7_shared_after_the_scale_and_ranks_before_the_norm(
+    subject: Subject, trial: Trial
+) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))

@@ -7,8 +7,11 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.run.call import Step, outputs
-from moetail.conformance.run.checks import NotJudged, Plan, Tail, Trial, checks_rule
+from moetail.conformance.run.call import CallSpec, outputs
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import NotJudged, Trial
 from moetail.conformance.suite.draws import aimed, draw, trials
 from moetail.spec.checks import MAX_TOP_K
 
@@ -20,9 +23,9 @@ def _dead_weights(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUTE-1", _dead_weights, varies=True)
-def test_route_1_weights_of_remote_routes_change_no_bit(tail: Tail, trial: Trial) -> None:
-    first, other = tail.run(Step(trial.case), Step(trial.case, trial.variation))
-    tail.same(first, other, "other weights in the -1 slots changed the result")
+def test_route_1_weights_of_remote_routes_change_no_bit(subject: Subject, trial: Trial) -> None:
+    first, other = subject.run(CallSpec(trial.case), CallSpec(trial.case, trial.variation))
+    subject.same(first, other, "other weights in the -1 slots changed the result")
 
 
 def _not_route_major(plan: Plan, name: str) -> Iterator[Trial]:
@@ -44,17 +47,17 @@ def _unpadded(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUTE-1", _unpadded)
-def test_route_1_remote_routes_contribute_nothing_to_others(tail: Tail, trial: Trial) -> None:
+def test_route_1_remote_routes_contribute_nothing_to_others(subject: Subject, trial: Trial) -> None:
     """As the next test, but without padding rows, and of tokens that have a local route."""
-    (run,) = tail.run(Step(trial.case))
-    tail.returned(run)
+    (run,) = subject.run(CallSpec(trial.case))
+    subject.returned(run)
     empty = torch.stack([_empty_tokens(call) for call in run.calls]).any(dim=0)
-    tail.conforms_at(run, ~empty)
+    subject.conforms_at(run, ~empty)
 
 
 @checks_rule("ROUTE-1", _not_route_major)
-def test_route_1_remote_routes_contribute_nothing(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_route_1_remote_routes_contribute_nothing(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _permutations(plan: Plan, name: str) -> Iterator[Trial]:
@@ -69,9 +72,9 @@ def _permutations(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUTE-2", _permutations, varies=True)
-def test_route_2_permuting_rows_changes_no_bit(tail: Tail, trial: Trial) -> None:
-    first, permuted = tail.run(Step(trial.case), Step(trial.case, trial.variation))
-    tail.same(first, permuted, "permuting rows together with the map changed the result")
+def test_route_2_permuting_rows_changes_no_bit(subject: Subject, trial: Trial) -> None:
+    first, permuted = subject.run(CallSpec(trial.case), CallSpec(trial.case, trial.variation))
+    subject.same(first, permuted, "permuting rows together with the map changed the result")
 
 
 def _exact_weights(plan: Plan, name: str) -> Iterator[Trial]:
@@ -82,13 +85,13 @@ def _exact_weights(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUTE-3", _exact_weights)
-def test_route_3_weights_of_every_dtype_are_read(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_route_3_weights_of_every_dtype_are_read(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 @checks_rule("ROUTE-3", aimed("weights"))
-def test_route_3_weights_are_read_in_their_dtype(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_route_3_weights_are_read_in_their_dtype(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _without_routes(plan: Plan, name: str) -> Iterator[Trial]:
@@ -98,11 +101,11 @@ def _without_routes(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUTE-4", _without_routes)
-def test_route_4_a_token_without_routes_is_written(tail: Tail, trial: Trial) -> None:
+def test_route_4_a_token_without_routes_is_written(subject: Subject, trial: Trial) -> None:
     """Fresh memory holds NaN; nothing else here is NaN, unreferenced rows included."""
     case = trial.case.replace(poison="random")
-    (run,) = tail.run(Step(case, fill=True))
-    tail.returned(run)
+    (run,) = subject.run(CallSpec(case, fill=True))
+    subject.returned(run)
     empty = [_empty_tokens(call) for call in run.calls]
     somewhere = torch.stack(empty).any(dim=0)
     if not bool(somewhere.any()):
@@ -114,11 +117,11 @@ def test_route_4_a_token_without_routes_is_written(tail: Tail, trial: Trial) -> 
                 raise NotJudged(
                     "tokens with routes are not written either, which is RUN-3's to say"
                 )
-            tail.tally.judged += int(somewhere.sum())
+            subject.tally.judged += int(somewhere.sum())
             if bool(unwritten.any()):
                 token = int(unwritten.nonzero()[0])
                 where = f"rank {rank}: " if case.ranks > 1 else ""
-                raise tail.violation(
+                raise subject.violation(
                     f"{where}{name}[{token}] is not written: token {token} has no local route, "
                     "and fresh memory's NaN is still there",
                     runs=[run],
@@ -131,10 +134,10 @@ def _empty_tokens(call: dict[str, Any]) -> torch.Tensor:
 
 
 @checks_rule("ROUTE-4", _without_routes)
-def test_route_4_a_token_without_routes_is_zero(tail: Tail, trial: Trial) -> None:
-    (run,) = tail.run(Step(trial.case))
-    tail.returned(run)
-    tail.conforms_at(run, torch.stack([_empty_tokens(call) for call in run.calls]).all(dim=0))
+def test_route_4_a_token_without_routes_is_zero(subject: Subject, trial: Trial) -> None:
+    (run,) = subject.run(CallSpec(trial.case))
+    subject.returned(run)
+    subject.conforms_at(run, torch.stack([_empty_tokens(call) for call in run.calls]).all(dim=0))
 
 
 def _special(plan: Plan, name: str) -> Iterator[Trial]:
@@ -145,6 +148,6 @@ def _special(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("ROUTE-5", _special, varies=None)
-def test_route_5_nan_and_infinity_propagate(tail: Tail, trial: Trial) -> None:
+def test_route_5_nan_and_infinity_propagate(subject: Subject, trial: Trial) -> None:
     """Only the class is compared: how finite values are rounded is for other rules to say."""
-    tail.classes(*tail.run(Step(trial.case, trial.variation)))
+    subject.classes(*subject.run(CallSpec(trial.case, trial.variation)))

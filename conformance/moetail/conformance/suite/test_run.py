@@ -7,9 +7,20 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.run.call import GRAPH, STREAM, Outcome, Step, flatten, outputs, same_bits
-from moetail.conformance.run.checks import NotJudged, Plan, Run, Tail, Trial, checks_rule
+from moetail.conformance.run.call import (
+    GRAPH,
+    STREAM,
+    CallResult,
+    CallSpec,
+    flatten,
+    outputs,
+    same_bits,
+)
+from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankError
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import NotJudged, Run, Trial
 from moetail.conformance.suite.draws import draw, general, trials
 from moetail.spec import rule
 from moetail.spec.rules import (
@@ -37,10 +48,10 @@ def _repeated(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-1", _repeated)
-def test_run_1_the_same_bits_run_after_run(tail: Tail, trial: Trial) -> None:
-    first, *others = tail.run(*[Step(trial.case)] * 4)
+def test_run_1_the_same_bits_run_after_run(subject: Subject, trial: Trial) -> None:
+    first, *others = subject.run(*[CallSpec(trial.case)] * 4)
     for run in others:
-        tail.same(first, run, "the same inputs gave other bits")
+        subject.same(first, run, "the same inputs gave other bits")
 
 
 def _everything_given(plan: Plan, name: str) -> Iterator[Trial]:
@@ -60,19 +71,19 @@ def _everything_given(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-2", _everything_given)
-def test_run_2_inputs_are_not_modified(tail: Tail, trial: Trial) -> None:
+def test_run_2_inputs_are_not_modified(subject: Subject, trial: Trial) -> None:
     if trial.operation in _CONVERSIONS:
-        arguments = trial.case.arguments(device=tail.plan.device)
+        arguments = trial.case.arguments(device=subject.plan.device)
         before = {name: tensor.clone() for name, tensor in flatten(arguments)}
-        tail.converted(arguments)
+        subject.converted(arguments)
         for name, tensor in flatten(arguments):
-            tail.require(same_bits(tensor, before[name]), f"modified its input {name}")
+            subject.require(same_bits(tensor, before[name]), f"modified its input {name}")
         return
-    (run,) = tail.run(Step(trial.case))
-    tail.returned(run)
+    (run,) = subject.run(CallSpec(trial.case))
+    subject.returned(run)
     for rank, outcome in enumerate(run.outcomes):
         where = f" on rank {rank}" if rank else ""
-        tail.require(
+        subject.require(
             not outcome.changed, f"modified its input {', '.join(outcome.changed)}{where}", run
         )
 
@@ -82,13 +93,15 @@ def _walled(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-2", _walled, operations=rule("RUN-1").operations)
-def test_run_2_nothing_around_the_tensors_is_touched(tail: Tail, trial: Trial) -> None:
+def test_run_2_nothing_around_the_tensors_is_touched(subject: Subject, trial: Trial) -> None:
     """Every tensor lies between stretches of NaN: who writes there or reads there shows."""
-    (plain, walled) = tail.run(Step(trial.case), Step(trial.case, guard=True))
-    tail.same(plain, walled, "with NaN around every tensor, other bits")
+    (plain, walled) = subject.run(CallSpec(trial.case), CallSpec(trial.case, guard=True))
+    subject.same(plain, walled, "with NaN around every tensor, other bits")
     for rank, outcome in enumerate(walled.outcomes):
         where = f" on rank {rank}" if rank else ""
-        tail.require(not outcome.changed, f"modified {', '.join(outcome.changed)}{where}", walled)
+        subject.require(
+            not outcome.changed, f"modified {', '.join(outcome.changed)}{where}", walled
+        )
 
 
 def _plain(plan: Plan, name: str) -> Iterator[Trial]:
@@ -104,22 +117,22 @@ def _plain(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-3", _plain)
-def test_run_3_every_element_is_written(tail: Tail, trial: Trial) -> None:
+def test_run_3_every_element_is_written(subject: Subject, trial: Trial) -> None:
     """Destinations and fresh memory hold NaN before, and on these values no result is NaN."""
     case = trial.case
-    (run,) = tail.run(Step(case, fill=True))
-    tail.returned(run)
+    (run,) = subject.run(CallSpec(case, fill=True))
+    subject.returned(run)
     for rank, outcome in enumerate(run.outcomes):
         where = f"rank {rank}: " if rank else ""
-        tail.require(
+        subject.require(
             outcome.destination, f"{where}returned a tensor other than the given output", run
         )
         for name, output in outputs(outcome.value).items():
-            tail.tally.judged += output.numel()
+            subject.tally.judged += output.numel()
             unwritten = output.isnan()
             if bool(unwritten.any()):
                 index = [int(i) for i in unwritten.nonzero()[0]]
-                raise tail.violation(
+                raise subject.violation(
                     f"{where}{name}{index} is not written: it holds the NaN that was "
                     f"there before ({int(unwritten.sum())} of {output.numel()} elements)",
                     runs=[run],
@@ -133,14 +146,16 @@ def _replays(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-4", _replays)
-def test_run_4_changed_inputs_in_the_same_buffers(tail: Tail, trial: Trial) -> None:
+def test_run_4_changed_inputs_in_the_same_buffers(subject: Subject, trial: Trial) -> None:
     """What a replayed graph does, eagerly: new values at the addresses of the call before."""
     case = trial.case
     other = case.replace(seed=case.seed + 1)
-    first, second, again = tail.run(Step(case), Step(other, reuse=True), Step(case, reuse=True))
-    (fresh,) = tail.run(Step(other))
-    tail.same(second, fresh, "with new values in the buffers of the call before, other bits")
-    tail.same(first, again, "with the first values back in the same buffers, other bits")
+    first, second, again = subject.run(
+        CallSpec(case), CallSpec(other, reuse=True), CallSpec(case, reuse=True)
+    )
+    (fresh,) = subject.run(CallSpec(other))
+    subject.same(second, fresh, "with new values in the buffers of the call before, other bits")
+    subject.same(first, again, "with the first values back in the same buffers, other bits")
 
 
 def _on_gpu(plan: Plan, name: str) -> Iterator[Trial]:
@@ -158,15 +173,19 @@ def _on_gpu(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-4", _on_gpu)
-def test_run_4_on_the_current_stream(tail: Tail, trial: Trial) -> None:
-    eager, streamed = tail.run(Step(trial.case), Step(trial.case, mode=STREAM, snapshot=False))
-    tail.same(eager, streamed, "on another stream, other bits: it does not run there")
+def test_run_4_on_the_current_stream(subject: Subject, trial: Trial) -> None:
+    eager, streamed = subject.run(
+        CallSpec(trial.case), CallSpec(trial.case, mode=STREAM, snapshot=False)
+    )
+    subject.same(eager, streamed, "on another stream, other bits: it does not run there")
 
 
 @checks_rule("RUN-4", _on_gpu)
-def test_run_4_a_replayed_graph_equals_eager(tail: Tail, trial: Trial) -> None:
-    eager, replayed = tail.run(Step(trial.case), Step(trial.case, mode=GRAPH, snapshot=False))
-    tail.same(eager, replayed, "a graph captured on other values and replayed gave other bits")
+def test_run_4_a_replayed_graph_equals_eager(subject: Subject, trial: Trial) -> None:
+    eager, replayed = subject.run(
+        CallSpec(trial.case), CallSpec(trial.case, mode=GRAPH, snapshot=False)
+    )
+    subject.same(eager, replayed, "a graph captured on other values and replayed gave other bits")
 
 
 def _sequences(plan: Plan, name: str) -> Iterator[Trial]:
@@ -180,10 +199,10 @@ def _sequences(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-5", _sequences)
-def test_run_5_one_workspace_serves_any_sequence(tail: Tail, trial: Trial) -> None:
+def test_run_5_one_workspace_serves_any_sequence(subject: Subject, trial: Trial) -> None:
     """Each call of a sequence on one workspace equals the same call on a fresh one."""
     case = trial.case
-    rng = tail.plan.random("sequence", trial.id)
+    rng = subject.plan.random("sequence", trial.id)
     sizes = [9, 1, 0, 9, 2 * case.ranks + 1, 0, case.ranks, 9]
     if case.operation == GATHER:
         kinds = [{"strategy": rng.choice(("oneshot", "twoshot", "unfused", None))} for _ in sizes]
@@ -194,12 +213,12 @@ def test_run_5_one_workspace_serves_any_sequence(tail: Tail, trial: Trial) -> No
         for number, (size, kind) in enumerate(zip(sizes, kinds, strict=True))
     ]
     most = max(sizes)
-    sequence = tail.run(*(Step(each, max_tokens=most) for each in cases))
+    sequence = subject.run(*(CallSpec(each, max_tokens=most) for each in cases))
     for each, run in zip(cases, sequence, strict=True):
         if each.tokens:
-            (alone,) = tail.run(Step(each, max_tokens=most))
+            (alone,) = subject.run(CallSpec(each, max_tokens=most))
             what = f"T = {each.tokens} after other sizes on the same workspace gave other bits"
-            tail.same(run, alone, what)
+            subject.same(run, alone, what)
 
 
 def _many_tokens(plan: Plan, name: str) -> Iterator[Trial]:
@@ -212,18 +231,18 @@ def _many_tokens(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-6", _many_tokens, varies=True)
-def test_run_6_tokens_past_two_to_the_31_elements(tail: Tail, trial: Trial) -> None:
+def test_run_6_tokens_past_two_to_the_31_elements(subject: Subject, trial: Trial) -> None:
     """The case's tokens over and over; its last repetition is judged."""
     try:
-        (run,) = tail.run(Step(trial.case, trial.variation, snapshot=False))
+        (run,) = subject.run(CallSpec(trial.case, trial.variation, snapshot=False))
     except torch.OutOfMemoryError as error:
         raise NotJudged(f"no memory for 2^31 elements: {error}") from None
     if any(_no_memory(outcome.refusal) for outcome in run.outcomes):
         raise NotJudged("no memory for 2^31 elements")
-    tail.returned(run)
+    subject.returned(run)
     last = [_last_tokens(value, trial.case.tokens) for value in run.values]
-    calls = [trial.case.arguments(device=tail.plan.device)]
-    tail.conforms_values(Run(Step(trial.case), [Outcome(value) for value in last]), calls)
+    calls = [trial.case.arguments(device=subject.plan.device)]
+    subject.conforms_values(Run(CallSpec(trial.case), [CallResult(value) for value in last]), calls)
 
 
 def _last_tokens(value: Any, tokens: int) -> Any:
@@ -246,14 +265,16 @@ def _far(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-6", _far, operations=(MOE_OUTPUT, ALLREDUCE), varies=True)
-def test_run_6_offsets_past_two_to_the_31(tail: Tail, trial: Trial) -> None:
+def test_run_6_offsets_past_two_to_the_31(subject: Subject, trial: Trial) -> None:
     try:
-        near, far = tail.run(Step(trial.case), Step(trial.case, trial.variation, snapshot=False))
+        near, far = subject.run(
+            CallSpec(trial.case), CallSpec(trial.case, trial.variation, snapshot=False)
+        )
     except MemoryError as error:
         raise NotJudged(f"no memory for a buffer past 2^31 elements: {error}") from None
     if any(_no_memory(outcome.refusal) for outcome in far.outcomes):
         raise NotJudged("no memory for a buffer past 2^31 elements")
-    tail.same(near, far, "rows past 2^31 elements gave other bits")
+    subject.same(near, far, "rows past 2^31 elements gave other bits")
 
 
 def _zeros(plan: Plan, name: str) -> Iterator[Trial]:
@@ -266,19 +287,19 @@ def _zeros(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule("RUN-7", _zeros)
-def test_run_7_negative_zeros_do_not_hang(tail: Tail, trial: Trial) -> None:
+def test_run_7_negative_zeros_do_not_hang(subject: Subject, trial: Trial) -> None:
     """A call without them returns, so one with them does; what it returns is judged later."""
     try:
-        (plain,) = tail.run(Step(trial.case.replace(source="grid")))
+        (plain,) = subject.run(CallSpec(trial.case.replace(source="grid")))
     except RankError as error:
         raise NotJudged(f"hangs without negative zeros, too: {error}") from None
     if any(outcome.refusal for outcome in plain.outcomes):
         raise NotJudged("raises without negative zeros, too")
-    (zeros,) = tail.run(Step(trial.case))
-    tail.returned(zeros)
-    tail.require(not zeros.refused, "raised", zeros)
+    (zeros,) = subject.run(CallSpec(trial.case))
+    subject.returned(zeros)
+    subject.require(not zeros.refused, "raised", zeros)
 
 
 @checks_rule("RUN-7", _zeros)
-def test_run_7_negative_zeros_in_the_payload(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_run_7_negative_zeros_in_the_payload(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))

@@ -13,16 +13,11 @@ from hypothesis.errors import NoSuchExample
 
 from moetail.conformance.cases import MODELS, Case
 from moetail.conformance.cases.strategies import case_strategy
-from moetail.conformance.run.call import Step
-from moetail.conformance.run.checks import (
-    TAIL,
-    Plan,
-    Tail,
-    Tally,
-    Trial,
-    Violation,
-    checks_rule,
-)
+from moetail.conformance.run.call import CallSpec
+from moetail.conformance.run.check import TAIL, checks_rule
+from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Tally, Trial, Violation
 from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import BOUNDARY, FUSED, GATHER
 
@@ -50,8 +45,8 @@ def _layers(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule(TAIL, _layers)
-def test_tail_on_real_layers(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_tail_on_real_layers(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _any_source(plan: Plan, name: str) -> Iterator[Trial]:
@@ -63,8 +58,8 @@ def _any_source(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule(TAIL, _any_source)
-def test_tail_on_every_source(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_tail_on_every_source(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 # T, K, H of long batches. Kernels divide those in other ways, by all three sizes, and what is wrong
@@ -86,8 +81,8 @@ def _batches(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule(TAIL, _batches)
-def test_tail_on_long_batches(tail: Tail, trial: Trial) -> None:
-    tail.conforms(*tail.run(Step(trial.case)))
+def test_tail_on_long_batches(subject: Subject, trial: Trial) -> None:
+    subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
 def _anything(plan: Plan, name: str) -> Iterator[Trial]:
@@ -97,16 +92,16 @@ def _anything(plan: Plan, name: str) -> Iterator[Trial]:
 
 
 @checks_rule(TAIL, _anything)
-def test_tail_on_any_case(tail: Tail, trial: Trial) -> None:
+def test_tail_on_any_case(subject: Subject, trial: Trial) -> None:
     """Shapes, options, layouts and sources at will; what fails is shrunk to a small case."""
     case = trial.case
-    examples = tail.plan.pick(4, 40) if case.ranks == 1 else tail.plan.pick(3, 12)
+    examples = subject.plan.pick(4, 40) if case.ranks == 1 else subject.plan.pick(3, 12)
 
     def breaks(found: Case) -> bool:
-        tail.begin(tail.rule, Trial(trial.operation, found))
-        counted = tail.tally
+        subject.begin(subject.rule, Trial(trial.operation, found))
+        counted = subject.tally
         try:
-            tail.conforms(*tail.run(Step(found)))
+            subject.conforms(*subject.run(CallSpec(found)))
         except Violation:
             return True
         finally:
@@ -124,11 +119,11 @@ def test_tail_on_any_case(tail: Tail, trial: Trial) -> None:
                 deadline=None,
                 suppress_health_check=list(HealthCheck),
             ),
-            random=tail.plan.random("any case", trial.id),
+            random=subject.plan.random("any case", trial.id),
         )
     except NoSuchExample:
-        tail.begin(tail.rule, trial)
-        tail.tally.add(total)
+        subject.begin(subject.rule, trial)
+        subject.tally.add(total)
         return
-    tail.begin(tail.rule, Trial(trial.operation, smallest))
-    tail.conforms(*tail.run(Step(smallest)))
+    subject.begin(subject.rule, Trial(trial.operation, smallest))
+    subject.conforms(*subject.run(CallSpec(smallest)))
