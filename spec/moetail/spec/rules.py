@@ -6,10 +6,13 @@ normative text; ``spec/CONTRACT.md`` is generated from them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
+from moetail.spec import operations
 from moetail.spec.errors import ContractError
+from moetail.spec.operations import OPERATIONS, Operation, operation
 
 __all__ = [
     "ALLREDUCE",
@@ -61,50 +64,27 @@ _KIND_HEADINGS = {
 }
 
 
-@dataclass(frozen=True)
-class Operation:
-    """One operation of the API.
-
-    Attributes:
-        name: the function's (or class's) name, by which implementations are looked up.
-        short: a column heading.
-        summary: one line.
-        distributed: whether every rank of a group calls it together.
-    """
-
-    name: str
-    short: str
-    summary: str
-    distributed: bool = False
+CONVERT = operations.CONVERT.name
+ROUTE_MAJOR = operations.ROUTE_MAJOR.name
+FINALIZE = operations.FINALIZE.name
+BOUNDARY = operations.BOUNDARY.name
+FUSED = operations.FUSED.name
+GATHER = operations.GATHER.name
+WORKSPACE = operations.WORKSPACE.name
+MOE_OUTPUT = operations.MOE_OUTPUT.name
+ALLREDUCE = operations.ALLREDUCE.name
 
 
-CONVERT = "convert_flashinfer_moe_output"
-ROUTE_MAJOR = "route_major_moe_output"
-FINALIZE = "beam_moe_finalize"
-BOUNDARY = "beam_norm_residual_norm"
-FUSED = "beam_moe_finalize_norm_residual_norm"
-GATHER = "beam_moe_finalize_gather_norm_residual_norm"
-WORKSPACE = "BeamAllReduceWorkspace"
-MOE_OUTPUT = "finalize_moe_output"
-ALLREDUCE = "beam_finalize_allreduce_norm_residual_norm"
+def _names(applies: Callable[[Operation], bool]) -> tuple[str, ...]:
+    return tuple(item.name for item in OPERATIONS if applies(item))
 
-OPERATIONS: tuple[Operation, ...] = (
-    Operation(CONVERT, "convert", "normalize FlashInfer's return layouts"),
-    Operation(ROUTE_MAJOR, "route major", "wrap one-row-per-route GEMM2 output"),
-    Operation(FINALIZE, "finalize", "top-k reduction, scale, optional post-norm"),
-    Operation(BOUNDARY, "boundary", "optional post-norm, residual add, optional next norm"),
-    Operation(FUSED, "fused", "finalize, then the boundary, on one rank"),
-    Operation(GATHER, "gather", "finalize owned tokens, gather, boundary", distributed=True),
-    Operation(WORKSPACE, "workspace", "what the ranks of a group share", distributed=True),
-    Operation(MOE_OUTPUT, "moe output", "finalize any permutation, add the shared part"),
-    Operation(ALLREDUCE, "all-reduce", "finalize, all-reduce, boundary", distributed=True),
-)
 
-_REDUCING = (FINALIZE, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE)
-_BOUNDARIES = (BOUNDARY, FUSED, GATHER, ALLREDUCE)
-_COMPUTING = (FINALIZE, BOUNDARY, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE)
-_PERMUTED = (MOE_OUTPUT, ALLREDUCE)
-_CAPACITY = (FINALIZE, FUSED, GATHER)
+_REDUCING = _names(lambda item: item.reduces)
+_BOUNDARIES = _names(lambda item: item.has_boundary)
+_COMPUTING = _names(lambda item: item.computes)
+_PERMUTED = _names(lambda item: item.permuted)
+_CAPACITY = _names(lambda item: item.capacity)
+_RANKS = _names(lambda item: item.computes and item.distributed)
 _CONVERSIONS = (CONVERT, ROUTE_MAJOR)
 
 _MOE_OUTPUT = "vLLM moe_output"
@@ -143,7 +123,7 @@ RULES: tuple[Rule, ...] = (
         "PACK-1",
         "Rows are densely packed at H: rank 2 (or the operation's own shape) and contiguous. "
         "Anything else is refused.",
-        (ROUTE_MAJOR, FINALIZE, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE),
+        _names(lambda item: any(one.layout == "PACK-1" for one in item.arguments)),
         _MOE_OUTPUT,
         "reads a strided or padded buffer as if it were dense",
     ),
@@ -253,7 +233,7 @@ RULES: tuple[Rule, ...] = (
         "A norm computes in FP32 on the rounded input, with eps inside the root, the mean over "
         "exactly H, and the affine multiply before its one rounding; its inverse RMS is within "
         "2^-16 relative.",
-        (FINALIZE, *_BOUNDARIES),
+        _names(lambda item: item.takes("post_eps")),
         _BEAM,
         "rounds before the affine multiply, or takes the mean over a padded width",
     ),
@@ -312,7 +292,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "OWN-3",
         "hidden and normalized are bit-identical on all ranks.",
-        (GATHER, ALLREDUCE),
+        _RANKS,
         _BEAM,
         "sums in an order that depends on the rank",
     ),
@@ -328,14 +308,14 @@ RULES: tuple[Rule, ...] = (
         "DOMAIN-1",
         "Arguments outside the domain are refused with an error that names the argument and what "
         "was found.",
-        (FINALIZE, BOUNDARY, FUSED, GATHER, WORKSPACE, MOE_OUTPUT, ALLREDUCE),
+        _names(lambda item: item.computes or item.distributed),
         _BEAM,
         "computes something for a shape or dtype it does not support",
     ),
     Rule(
         "DOMAIN-2",
         "A refusal changes nothing: the destination and every input keep their bits.",
-        (FINALIZE, BOUNDARY, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE),
+        _COMPUTING,
         _BEAM,
         "checks after the destination was touched",
     ),
@@ -371,7 +351,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "RUN-5",
         "One workspace serves any sequence of sizes and strategies.",
-        (GATHER, ALLREDUCE),
+        _RANKS,
         _BEAM,
         "sees rows of an earlier, larger call",
     ),
@@ -385,7 +365,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "RUN-7",
         "Negative zeros in the payload neither hang nor corrupt a collective.",
-        (GATHER, ALLREDUCE),
+        _RANKS,
         _BEAM,
         "uses -0.0 as the mark of a slot that has not arrived",
     ),
@@ -400,15 +380,6 @@ def rule(rule_id: str) -> Rule:
         return _RULES_BY_ID[rule_id.upper()]
     except KeyError:
         raise ContractError("DOMAIN-1", "rule", repr(rule_id), ", ".join(_RULES_BY_ID)) from None
-
-
-def operation(name: str) -> Operation:
-    """The operation of that name or column heading; a ContractError where there is none."""
-    for candidate in OPERATIONS:
-        if name in (candidate.name, candidate.short, candidate.short.replace(" ", "-")):
-            return candidate
-    allowed = ", ".join(f"{item.name} ({item.short.replace(' ', '-')})" for item in OPERATIONS)
-    raise ContractError("DOMAIN-1", "operation", repr(name), allowed)
 
 
 def rules_for(name: str) -> tuple[Rule, ...]:
