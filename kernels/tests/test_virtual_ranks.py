@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 import moetail.kernels as kernels
 from moetail.conformance.cases import Case
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.judge import judge
 from moetail.kernels import BeamAllReduceWorkspace, ExchangeError
 from moetail.spec import ContractError
@@ -262,23 +263,15 @@ def test_replays_with_other_values(ranks: int, tokens: int) -> None:
         for case, call in zip(cases, calls, strict=True):
             for rank in range(ranks):
                 fresh = case.replace(seed=seed).arguments(rank, "cuda")
-                for target, source in zip(_tensors(call[rank]), _tensors(fresh), strict=True):
+                for (_, target), (_, source) in zip(
+                    tensors_in(call[rank]), tensors_in(fresh), strict=True
+                ):
                     target.copy_(source)
         together(ranks, lambda rank: graphs[rank].replay())
         for index, case in enumerate(cases):
             assert_conforms(case, calls[index], [results[rank][index] for rank in range(ranks)])
     for workspace in workspaces:
         workspace.check()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif hasattr(value, "__dict__"):
-        yield from _tensors(vars(value))
 
 
 def lost(ranks: int = 3) -> list[BeamAllReduceWorkspace]:

@@ -6,7 +6,6 @@ import hashlib
 import re
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 
 from moetail.conformance.cases import LAYOUTS, SOURCES, Case
 from moetail.conformance.cases.case import options_of
+from moetail.conformance.cases.tensors import tensors_in
 
 BOUNDARY = "beam_norm_residual_norm"
 FINALIZE = "beam_moe_finalize"
@@ -21,21 +21,9 @@ GATHER = "beam_moe_finalize_gather_norm_residual_norm"
 ALLREDUCE = "beam_finalize_allreduce_norm_residual_norm"
 
 
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [item for name in sorted(value) for item in tensors(value[name])]
-    if isinstance(value, (list, tuple)):
-        return [item for part in value for item in tensors(part)]
-    if is_dataclass(value):
-        return [item for part in fields(value) for item in tensors(getattr(value, part.name))]
-    return []
-
-
 def fingerprint(arguments: dict[str, Any]) -> str:
     digest = hashlib.sha256()
-    for tensor in tensors(arguments):
+    for _, tensor in tensors_in(arguments):
         digest.update(f"{tensor.dtype}{list(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
@@ -111,7 +99,7 @@ def test_arguments_are_fresh_and_equal(case: Case) -> None:
     """Also where the values of a case are kept for later calls."""
     first = case.arguments()
     before = fingerprint(first)
-    for tensor in tensors(first):
+    for _, tensor in tensors_in(first):
         tensor.zero_()
     assert fingerprint(first) != before
     assert fingerprint(case.arguments()) == before

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moetail.conformance.cases import Case
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.cli import main
 from moetail.conformance.diagnosis import simulate
 from moetail.conformance.dumps import (
@@ -33,7 +34,7 @@ from moetail.conformance.dumps import (
 from moetail.conformance.dumps.choosing import choose, cut_call, cut_result
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.judge import judge
-from moetail.conformance.run.call import flatten, same_bits
+from moetail.conformance.run.call import same_bits
 from moetail.reference import BeamAllReduceWorkspace, Reference
 from moetail.spec.rules import ALLREDUCE, GATHER, operation
 
@@ -76,12 +77,12 @@ def test_a_call_is_saved_bit_for_bit_and_conforms(tmp_path: Path, name: str) -> 
     path = saved(tmp_path, Reference(), one)
     dump = load_dump(path)
     assert dump.operation == one.operation
-    expected, found = dict(flatten(one.arguments())), dict(flatten(dump.arguments))
+    expected, found = dict(tensors_in(one.arguments())), dict(tensors_in(dump.arguments))
     expected.pop("output", None)  # a destination's old values mean nothing: only its shape is kept
     assert found.keys() - {"output"} == expected.keys()
     assert all(same_bits(tensor, found[key]) for key, tensor in expected.items())
-    due = dict(flatten(getattr(Reference(), one.operation)(**one.arguments())))
-    got = dict(flatten(dump.result))
+    due = dict(tensors_in(getattr(Reference(), one.operation)(**one.arguments())))
+    got = dict(tensors_in(dump.result))
     assert due.keys() == got.keys()
     assert all(same_bits(tensor, got[key]) for key, tensor in due.items())
     scalars = {key: value for key, value in one.arguments().items() if isinstance(value, float)}
@@ -163,7 +164,7 @@ def test_a_cut_call_gives_the_rows_of_the_whole_one(name: str, tokens: list[int]
     function = getattr(Reference(), one.operation)
     whole = cut_result(function(**one.arguments()), one.tokens, kept)
     cut = function(**cut_call(one.operation, one.arguments(), kept))
-    for (_, left), (_, right) in zip(flatten(whole), flatten(cut), strict=True):
+    for (_, left), (_, right) in zip(tensors_in(whole), tensors_in(cut), strict=True):
         assert left.shape[0] == len(kept)
         assert same_bits(left, right)
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from moetail.conformance.cases import MODELS, Model
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.cli import main
 from moetail.conformance.diagnosis import simulate
 from moetail.conformance.export import definitions
@@ -27,7 +28,7 @@ from moetail.conformance.export.definitions import (
     write_definitions,
 )
 from moetail.conformance.implementation import UsageError
-from moetail.conformance.run.call import flatten, same_bits
+from moetail.conformance.run.call import same_bits
 from moetail.reference import Reference, Stages
 from moetail.spec.rules import OPERATIONS, WORKSPACE
 
@@ -53,7 +54,7 @@ def run_alone(code: str) -> Any:
 def due(form: Form, case: Any) -> list[Tensor]:
     """What the reference gives for the case, on the first rank."""
     calls = [case.arguments(rank) for rank in range(case.ranks)]
-    return [tensor for _, tensor in flatten(simulate(Reference, form.operation, calls)[0])]
+    return [tensor for _, tensor in tensors_in(simulate(Reference, form.operation, calls)[0])]
 
 
 @by_form

@@ -7,8 +7,7 @@ depend on the layout, and replicated arguments are the same everywhere.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from moetail.conformance.cases.layouts import (
     route_major_rows,
 )
 from moetail.conformance.cases.routing import Routing, expert_owners
+from moetail.conformance.cases.tensors import mapped, tensors_in
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, owned_tokens, tokens_per_rank
 from moetail.spec.rules import (
     ALLREDUCE,
@@ -85,32 +85,14 @@ def problem_of(case: Case) -> Problem:
     return (_small if case.elements <= _SMALL else _last)(case)
 
 
-def _to(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, list):
-        return [_to(item, device) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(
-            value, **{item.name: _to(getattr(value, item.name), device) for item in fields(value)}
-        )
-    return value
-
-
 def make_arguments(case: Case, rank: int, device: torch.device) -> Arguments:
     problem = problem_of(case)
     gen = generator(case.id, "layout", rank)
     made = _MAKERS[case.operation](case, problem, rank, gen)
-    moved = {name: _to(value, device) for name, value in made.items()}
+    moved: Arguments = mapped(made, lambda tensor: tensor.to(device))
     if case.aliased:
-        moved["finalized_output"] = _only_tensor(moved["flashinfer_output"])
+        ((_, moved["finalized_output"]),) = tensors_in(moved["flashinfer_output"])
     return moved
-
-
-def _only_tensor(returned: Any) -> Tensor:
-    tensor = returned[0] if isinstance(returned, list) else returned
-    assert isinstance(tensor, Tensor)
-    return tensor
 
 
 def _unfinalized(

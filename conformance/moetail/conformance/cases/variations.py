@@ -7,7 +7,7 @@ A variation is part of what a failing check prints, so names never change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moetail.conformance.cases import Case
+from moetail.conformance.cases.tensors import mapped
 from moetail.spec import UnfinalizedMoEOutput
 from moetail.spec.rules import (
     ALLREDUCE,
@@ -48,25 +49,6 @@ class Refusal:
     argument: str
     change: Change
     needs: Callable[[Case], bool] = lambda case: True
-
-
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with every tensor inside changed; the containers are new."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.replace(
-            value,
-            **{
-                item.name: _map(getattr(value, item.name), change)
-                for item in dataclasses.fields(value)
-            },
-        )
-    if isinstance(value, Mapping):
-        return {name: _map(item, change) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map(item, change) for item in value)
-    return value
 
 
 def _set(arguments: Arguments, path: str, change: Callable[[Any], Any]) -> Arguments:
@@ -105,7 +87,7 @@ def _resized(hidden: int | Callable[[int], int]) -> Change:
             copies = -(-size // case.hidden)
             return torch.cat([tensor] * copies, dim=-1)[..., :size].contiguous()
 
-        changed: Arguments = _map(arguments, resize)
+        changed: Arguments = mapped(arguments, resize)
         return changed
 
     return change

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.cases.tensors import mapped, tensors_in
 from moetail.conformance.catalogue.around import COMPUTING, Around
 from moetail.conformance.catalogue.mutant import breaks
 from moetail.reference import Reference
@@ -224,7 +225,7 @@ class ReplaysPreviousCall(Around):
         self.seen: dict[str, tuple[list[weakref.ref[Tensor]], Any, Any]] = {}
 
     def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        tensors = _tensors(call)
+        tensors = [tensor for _, tensor in tensors_in(call)]
         scalars = [value for value in call.values() if not isinstance(value, Tensor)]
         scalars = [value for value in scalars if isinstance(value, (float, str, tuple))]
         seen = self.seen.get(operation)
@@ -232,29 +233,17 @@ class ReplaysPreviousCall(Around):
             old = seen[2]
             if operation == FINALIZE:
                 return call["output"].copy_(old)
-            return _copy(old)
+            return mapped(old, Tensor.clone)
         result = compute(call)
-        self.seen[operation] = ([weakref.ref(tensor) for tensor in tensors], scalars, _copy(result))
+        self.seen[operation] = (
+            [weakref.ref(tensor) for tensor in tensors],
+            scalars,
+            mapped(result, Tensor.clone),
+        )
         return result
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, dict):
-        return [tensor for item in value.values() for tensor in _tensors(item)]
-    if hasattr(value, "__dataclass_fields__") and not hasattr(value, "world_size"):
-        return [tensor for item in vars(value).values() for tensor in _tensors(item)]
-    return []
 
 
 def _same(references: list[weakref.ref[Tensor]], tensors: list[Tensor]) -> bool:
     return len(references) == len(tensors) and all(
         reference() is tensor for reference, tensor in zip(references, tensors, strict=True)
     )
-
-
-def _copy(result: Any) -> Any:
-    if isinstance(result, Tensor):
-        return result.clone()
-    return tuple(None if tensor is None else tensor.clone() for tensor in result)

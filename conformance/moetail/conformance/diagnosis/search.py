@@ -9,12 +9,13 @@ implementation is right. Two deviations at once are found by composing their cla
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moetail.conformance.cases.tensors import mapped
 from moetail.conformance.catalogue import MUTANTS, Mutant
 from moetail.conformance.judge import Verdict
 from moetail.reference import BeamAllReduceWorkspace, Reference
@@ -135,7 +136,10 @@ def simulate(
     again from the start, and one gather further.
     """
     if not operation(operation_name).distributed:
-        return [_method(implementation(), operation_name)(**_copy(call)) for call in calls]
+        return [
+            _method(implementation(), operation_name)(**mapped(call, Tensor.clone))
+            for call in calls
+        ]
     bases = (_Exchange,) if implementation is Reference else (implementation, _Exchange)
     exchanging = type("Simulated", bases, {})
     left: tuple[Tensor, ...] = ()
@@ -145,7 +149,10 @@ def simulate(
             instance = exchanging()
             instance.left = left
             try:
-                arguments = {**_copy(call), "workspace": _workspace(call, rank, len(calls))}
+                arguments = {
+                    **mapped(call, Tensor.clone),
+                    "workspace": _workspace(call, rank, len(calls)),
+                }
                 results.append(_method(instance, operation_name)(**arguments))
             except _Waits as waits:
                 waiting.append(waits.rows)
@@ -169,18 +176,6 @@ def _workspace(call: _Call, rank: int, ranks: int) -> BeamAllReduceWorkspace:
         max_tokens=tokens,
         device_group=None,  # type: ignore[arg-type]
     )
-
-
-def _copy(value: Any) -> Any:
-    """Tensors cloned, since some deviations write into their inputs."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, Mapping):
-        return {name: _copy(item) for name, item in value.items() if name != "workspace"}
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {item.name: _copy(getattr(value, item.name)) for item in fields(value)}
-        return replace(value, **parts)
-    return value
 
 
 # --- the elements ---------------------------------------------------------------------------------
@@ -217,17 +212,6 @@ def _evidence(operation_name: str, verdict: Verdict) -> list[_Evidence]:
             got, lo, hi, wrong = (part.cpu() for part in parts)
             found.append(_Evidence(output.rank, place, got, lo, hi, wrong))
     return found
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, Mapping):
-        return {name: _on_cpu(item) for name, item in value.items() if name != "workspace"}
-    if is_dataclass(value) and not isinstance(value, type):
-        parts = {item.name: _on_cpu(getattr(value, item.name)) for item in fields(value)}
-        return replace(value, **parts)
-    return value
 
 
 # --- fewer tokens ---------------------------------------------------------------------------------
@@ -401,7 +385,7 @@ def diagnose(
     nothing = Diagnosis((), 0, sum(int(item.wrong.sum()) for item in evidence), 0.0)
     if not nothing.wrong:
         return nothing
-    cut = _bounded(operation_name, [_on_cpu(call) for call in calls], evidence)
+    cut = _bounded(operation_name, mapped(list(calls), Tensor.cpu), evidence)
     search = _Search(operation_name, cut, evidence, prefer)
     able = [mutant for mutant in deviations if operation_name in mutant.operations]
     singles = list(search.singles(able))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.dumps.choosing import choose, cut_call, cut_result, tokens_of
 from moetail.conformance.dumps.files import (
     CAPTURED,
@@ -30,7 +31,7 @@ from moetail.conformance.dumps.files import (
 )
 from moetail.conformance.dumps.values import Saved
 from moetail.conformance.implementation import UsageError
-from moetail.conformance.run.call import flatten, same_bits
+from moetail.conformance.run.call import same_bits
 from moetail.conformance.run.results import environment
 from moetail.spec import ContractError, operation
 from moetail.spec.rules import FINALIZE, WORKSPACE
@@ -429,7 +430,7 @@ class _Call:
 
     def _changed(self) -> list[str]:
         """Arguments whose bits the call changed, among what is saved of them."""
-        after = dict(flatten({k: v for k, v in self._cut().items() if k != "workspace"}))
+        after = dict(tensors_in({k: v for k, v in self._cut().items() if k != "workspace"}))
         return [
             name
             for name, before in self.saved.tensors.items()
@@ -458,7 +459,7 @@ def _place(arguments: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _environment(arguments: Mapping[str, Any], function: str) -> dict[str, str]:
-    tensors = [tensor for _, tensor in flatten(dict(arguments))]
+    tensors = [tensor for _, tensor in tensors_in(dict(arguments))]
     device = str(tensors[0].device) if tensors else "cpu"
     found = {**environment(device), "device": device}
     for package in dict.fromkeys(("moetail", function.split(".")[0])):

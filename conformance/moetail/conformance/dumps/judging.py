@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.diagnosis import MOST_TERMS, diagnose, rule_named
 from moetail.conformance.dumps.choosing import choose, cut_call, cut_result
 from moetail.conformance.dumps.files import (
@@ -23,7 +24,7 @@ from moetail.conformance.dumps.files import (
 )
 from moetail.conformance.judge import Verdict, judge
 from moetail.conformance.report.evidence import verdict_evidence
-from moetail.conformance.run.call import flatten, outputs, same_bits
+from moetail.conformance.run.call import outputs, same_bits
 from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
 from moetail.reference import BeamAllReduceWorkspace, Reference
@@ -160,7 +161,7 @@ class _Group:
         self.calls = [dump.arguments for dump in dumps]
         self.values = [dump.result for dump in dumps]
         self.case = " ".join(str(dump.path) for dump in dumps)
-        self.elements = sum(tensor.numel() for _, tensor in flatten(self.values))
+        self.elements = sum(tensor.numel() for _, tensor in tensors_in(self.values))
 
     def trials(self) -> list[TrialResult]:
         raised = next((dump for dump in self.dumps if dump.raised), None)
@@ -345,7 +346,7 @@ _REFUSES = "test_domain_1_refuses_what_is_outside"
 
 def _shared(dump: Dump, tensor: Tensor) -> bool:
     """Whether a tensor of the reference's result is one of the arguments' storage."""
-    return any(tensor.data_ptr() == one.data_ptr() for _, one in flatten(dump.arguments))
+    return any(tensor.data_ptr() == one.data_ptr() for _, one in tensors_in(dump.arguments))
 
 
 def _bound(dump: Dump) -> dict[str, Any]:

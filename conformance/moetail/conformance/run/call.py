@@ -8,9 +8,8 @@ refused, and which arguments changed.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from moetail.conformance.cases import Case, variations
+from moetail.conformance.cases.tensors import mapped, tensors_in
 from moetail.conformance.implementation import Implementation, load
 from moetail.conformance.run.workspaces import CountingGather, Workspaces, real
 from moetail.spec import operation
@@ -35,7 +35,6 @@ __all__ = [
     "bits",
     "execute",
     "filled_memory",
-    "flatten",
     "late",
     "outputs",
     "same_bits",
@@ -117,26 +116,11 @@ class Raised(Exception):
         return self.outcomes[-1].refusal
 
 
-def flatten(arguments: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor among arguments or results, with a dotted name."""
-    if isinstance(arguments, Tensor):
-        yield prefix, arguments
-    elif dataclasses.is_dataclass(arguments) and not isinstance(arguments, type):
-        for item in dataclasses.fields(arguments):
-            yield from flatten(getattr(arguments, item.name), f"{prefix}.{item.name}".strip("."))
-    elif isinstance(arguments, Mapping):
-        for name, value in arguments.items():
-            yield from flatten(value, f"{prefix}.{name}".strip("."))
-    elif isinstance(arguments, (list, tuple)):
-        for index, value in enumerate(arguments):
-            yield from flatten(value, f"{prefix}[{index}]")
-
-
 def outputs(value: Any) -> dict[str, Tensor]:
     """An operation's results by the contract's names for them; None is left out."""
     pair = isinstance(value, (tuple, list)) and len(value) == 2
     named = dict(zip(("hidden", "normalized"), value, strict=True)) if pair else {"output": value}
-    return dict(flatten(named))
+    return dict(tensors_in(named))
 
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -176,14 +160,14 @@ def filled_memory(filled: bool) -> Iterator[None]:
 
 def _refill(previous: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
     """Write the tensors of ``arguments`` into those of ``previous``, where the shapes agree."""
-    targets = dict(flatten(previous))
-    for name, tensor in flatten(arguments):
+    targets = dict(tensors_in(previous))
+    for name, tensor in tensors_in(arguments):
         target = targets.get(name)
         if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
             raise ValueError(f"a call that reuses buffers needs the same shapes; {name} differs")
         target.copy_(tensor)
     return {
-        name: previous[name] if any(True for _ in flatten(value)) else value
+        name: previous[name] if any(True for _ in tensors_in(value)) else value
         for name, value in arguments.items()
     }
 
@@ -199,19 +183,10 @@ class _Guards:
     def __init__(self) -> None:
         self._walls: list[tuple[str, Tensor, Tensor]] = []
 
-    def place(self, arguments: Any, prefix: str = "") -> Any:
+    def place(self, arguments: Any) -> Any:
         """``arguments`` with every tensor in a guarded buffer of its own."""
-        if isinstance(arguments, Tensor):
-            return self._surround(prefix, arguments)
-        if dataclasses.is_dataclass(arguments) and not isinstance(arguments, type):
-            changes = {
-                item.name: self.place(getattr(arguments, item.name), f"{prefix}.{item.name}")
-                for item in dataclasses.fields(arguments)
-            }
-            return dataclasses.replace(arguments, **changes)
-        if isinstance(arguments, Mapping):
-            return {name: self.place(value, name) for name, value in arguments.items()}
-        return arguments
+        names = (name for name, _ in tensors_in(arguments))
+        return mapped(arguments, lambda tensor: self._surround(next(names), tensor))
 
     def _surround(self, name: str, tensor: Tensor) -> Tensor:
         wall = self._BYTES // tensor.element_size()
@@ -266,7 +241,7 @@ class Call:
         self._guards = _Guards()
         if spec.guard:
             arguments = self._guards.place(arguments)
-        self._tensors = {name: item for name, item in flatten(arguments) if not item.is_meta}
+        self._tensors = {name: item for name, item in tensors_in(arguments) if not item.is_meta}
         self._before = (
             {name: tensor.clone() for name, tensor in self._tensors.items()}
             if spec.snapshot
@@ -391,7 +366,9 @@ _DELAY_CYCLES = 20_000_000  # about 10 ms
 def _exchange(arguments: dict[str, Any], other: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
     """Pairs of an argument's tensor and its values, after ``other``'s values were put into it."""
     pairs = []
-    for (name, tensor), (_, replacement) in zip(flatten(arguments), flatten(other), strict=True):
+    for (name, tensor), (_, replacement) in zip(
+        tensors_in(arguments), tensors_in(other), strict=True
+    ):
         if tensor.shape != replacement.shape:
             raise ValueError(f"values can be exchanged between equal shapes only; {name} differs")
         pairs.append((tensor, tensor.clone()))

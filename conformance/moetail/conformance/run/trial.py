@@ -10,8 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from moetail.conformance.cases import Case, variations
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.judge import Verdict
-from moetail.conformance.run.call import CallResult, CallSpec, flatten
+from moetail.conformance.run.call import CallResult, CallSpec
 
 __all__ = ["NotJudged", "Run", "Tally", "Trial", "Violation"]
 
@@ -124,7 +125,7 @@ class Run:
     def calls(self) -> list[dict[str, Any]]:
         """The arguments before the call, rank by rank, where the results are."""
         case = self.spec.case
-        device = next((str(t.device) for _, t in flatten(self.values)), "cpu")
+        device = next((str(t.device) for _, t in tensors_in(self.values)), "cpu")
         calls = [case.arguments(rank, device) for rank in range(case.ranks)]
         if self.spec.variation:
             name = self.spec.variation

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.implementation import Implementation, load
 from moetail.conformance.run.call import (
     GRAPH,
@@ -24,7 +25,6 @@ from moetail.conformance.run.call import (
     CallResult,
     CallSpec,
     filled_memory,
-    flatten,
     late,
     wanted,
 )
@@ -197,7 +197,7 @@ def _streams(ranks: int) -> list[Any]:
 
 def _reserve_memory(streams: Sequence[Any], calls: Sequence[Call], place: torch.device) -> None:
     """Let the allocator hold what a call may need on each stream, so that it asks CUDA for none."""
-    size = max(sum(item.nbytes for _, item in flatten(call.placed)) for call in calls)
+    size = max(sum(item.nbytes for _, item in tensors_in(call.placed)) for call in calls)
     size = min(size, 128 << 20)  # more than that are rows, which nothing of the same size answers
     for stream in streams:
         with torch.cuda.stream(stream):

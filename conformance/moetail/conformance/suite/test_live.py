@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from moetail.conformance.run.call import CallSpec, flatten
+from moetail.conformance.cases.tensors import tensors_in
+from moetail.conformance.run.call import CallSpec
 from moetail.conformance.run.check import checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
@@ -93,7 +94,7 @@ def _launches(subject: Subject, trial: Trial) -> int:
         return 0
     arguments = trial.case.arguments(device="cuda")
     function = subject.implementation.get(trial.operation)
-    assert any(True for _ in flatten(arguments))
+    assert any(True for _ in tensors_in(arguments))
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         function(**arguments)

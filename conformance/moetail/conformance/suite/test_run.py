@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.run.call import (
     GRAPH,
     STREAM,
     CallResult,
     CallSpec,
-    flatten,
     outputs,
     same_bits,
 )
@@ -74,9 +74,9 @@ def _everything_given(plan: Plan, name: str) -> Iterator[Trial]:
 def test_run_2_inputs_are_not_modified(subject: Subject, trial: Trial) -> None:
     if trial.operation in _CONVERSIONS:
         arguments = trial.case.arguments(device=subject.plan.device)
-        before = {name: tensor.clone() for name, tensor in flatten(arguments)}
+        before = {name: tensor.clone() for name, tensor in tensors_in(arguments)}
         subject.converted(arguments)
-        for name, tensor in flatten(arguments):
+        for name, tensor in tensors_in(arguments):
             subject.require(same_bits(tensor, before[name]), f"modified its input {name}")
         return
     (run,) = subject.run(CallSpec(trial.case))
