@@ -341,7 +341,7 @@ def sample_report() -> str:
     from moetail.conformance.catalogue import mutant
     from moetail.conformance.report.page import report_html
     from moetail.conformance.run.plan import Plan
-    from moetail.conformance.run.runner import run_suite
+    from moetail.conformance.suite import run_suite
     from moetail.spec.rules import FINALIZE
 
     torch.set_num_threads(1)

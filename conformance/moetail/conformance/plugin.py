@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Generator, Iterator
+from dataclasses import asdict
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from moetail.conformance.run.check import Check
-    from moetail.conformance.run.plan import Plan
+    from moetail.conformance.run.options import Request
     from moetail.conformance.run.results import Results, TrialResult
     from moetail.conformance.run.subject import Subject
     from moetail.conformance.run.trial import Trial
 
 SUITE = "moetail.conformance.suite"
 _SUITE_PATH = Path(__file__).parent / "suite"
-_RESULTS: pytest.StashKey[Results] = pytest.StashKey()
-_PLAN: pytest.StashKey[Plan] = pytest.StashKey()
 _ASKED: pytest.StashKey[bool] = pytest.StashKey()
+_PREFIX = "moetail-"
 
 
 def _names_suite(argument: str) -> bool:
@@ -43,31 +44,25 @@ def _names_suite(argument: str) -> bool:
 def pytest_load_initial_conftests(
     early_config: pytest.Config, parser: pytest.Parser, args: list[str]
 ) -> None:
-    # Only when the suite is asked for: names like --device are common in other projects.
     asked = any(_names_suite(argument) for argument in args)
     early_config.stash[_ASKED] = asked
     if not asked:
         return
+    from moetail.conformance.run.options import OPTIONS
+
     group = parser.getgroup("moetail", "conformance of the MoE tail")
-    group.addoption(
-        "--impl",
-        default="reference",
-        metavar="IMPL",
-        help="what to judge: reference, kernels, a module, module:attribute, or a .py file",
-    )
-    group.addoption("--op", action="append", default=[], help="only this operation (repeatable)")
-    group.addoption("--rule", action="append", default=[], help="only this rule (repeatable)")
-    group.addoption("--device", default="cpu", help="cpu or cuda")
-    group.addoption("--ranks", default="1,2,3,4,8", help="numbers of ranks, such as 1,2,4")
-    group.addoption(
-        "--virtual-ranks",
-        action="store_true",
-        help="all ranks on one GPU, with workspaces from BeamAllReduceWorkspace.virtual",
-    )
-    group.addoption("--profile", default="quick", help="quick, full or soak")
-    group.addoption("--case", default="", help="only the trial of this id")
-    group.addoption("--seed", default="0", help="shifts the seed of every case")
-    group.addoption("--rank-timeout", default="60", help="seconds for one distributed call")
+    given = {argument.partition("=")[0] for argument in args}
+    for key, option in OPTIONS.items():
+        # Names like --device are common, and two options of one name are an error. So the short
+        # ones are taken only where they are used; the others are nobody else's.
+        short = f"--{option.name}"
+        names = [f"--{_PREFIX}{option.name}", *([short] if short in given else [])]
+        how: dict[str, Any] = {"metavar": option.metavar or "TEXT", "default": option.default}
+        if isinstance(option.default, bool):
+            how = {"action": "store_true"}
+        elif isinstance(option.default, tuple):
+            how |= {"action": "append", "default": []}
+        group.addoption(*names, dest=f"moetail_{key}", help=f"{option.help} Also: {short}", **how)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,210 +71,144 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.stash.get(_ASKED, False):
         return
     from moetail.conformance.implementation import UsageError
+    from moetail.conformance.run.options import OPTIONS, Request
 
     try:
-        _configure(config)
+        request = Request.parse({key: config.getoption(f"moetail_{key}") for key in OPTIONS})
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(_Run(config, request), "moetail-run")
 
 
-def _configure(config: pytest.Config) -> None:
-    from moetail.conformance.implementation import load
-    from moetail.conformance.run.options import case_named, make_plan, operations_named, rules_named
-    from moetail.conformance.run.results import Results
+class _SuiteFile(pytest.File):
+    """A module of the suite, imported by its real name; its tests are the trials of its checks."""
 
-    option = config.getoption
-    implementation = load(option("--impl"))
-    plan = make_plan(
-        profile=option("--profile"),
-        seed=option("--seed"),
-        ranks=option("--ranks"),
-        device=option("--device"),
-        timeout=option("--rank-timeout"),
-        virtual_ranks=option("--virtual-ranks"),
-        implementation=implementation,
-    )
-    case_named(option("--case"))
-    config.stash[_PLAN] = plan
-    config.stash[_RESULTS] = Results(
-        implementation=implementation.spec,
-        provided=implementation.provided,
-        plan=plan.shown,
-        operations=operations_named(option("--op")),
-        rules=rules_named(option("--rule")),
-    )
+    run: _Run
+
+    def collect(self) -> Iterator[pytest.Item]:
+        module = importlib.import_module(f"{SUITE}.{self.path.stem}")
+        for check, trial in self.run.trials_in(module):
+            name = f"{check.name}[{trial.id}]"
+            yield _TrialItem.from_parent(self, name=name, run=self.run, check=check, trial=trial)
 
 
-def results_of(config: pytest.Config) -> Results | None:
-    """The results so far, where the suite was asked for."""
-    return config.stash.get(_RESULTS, None)
+class _TrialItem(pytest.Item):
+    """One trial of a check."""
+
+    def __init__(self, *, run: _Run, check: Check, trial: Trial, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.run, self.check, self.trial = run, check, trial
+        self.result: TrialResult | None = None
+        self.add_marker(pytest.mark.rule(id=check.rule))
+        self.add_marker(pytest.mark.operation(name=trial.operation))
+
+    def runtest(self) -> None:
+        from moetail.conformance.run.runner import run_trial
+        from moetail.conformance.run.trial import NotJudged
+
+        self.result, error = run_trial(self.check, self.run.subject, self.trial)
+        self.user_properties += self.result.properties
+        if isinstance(error, NotJudged):
+            pytest.skip(f"not judged: {error}")
+        if error is not None:
+            raise error
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        from moetail.conformance.report.terminal import violation_text
+
+        if self.result is None:  # a fault of the suite
+            return super().repr_failure(excinfo, style)
+        return violation_text(self.result)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        return self.path, None, self.name
 
 
-# --- collection -----------------------------------------------------------------------------------
+class _Run:
+    """The hooks of a run in which the suite was asked for."""
 
+    def __init__(self, config: pytest.Config, request: Request) -> None:
+        from moetail.conformance.run.results import Results
 
-class _SuiteModule(pytest.Module):
-    """A module of the suite, imported by its real name."""
+        self.config, self.request = config, request
+        self.results: Results = Results.of(
+            request.implementation, request.plan, request.operations, request.rules
+        )
+        self._subject: Subject | None = None
 
-    def _getobj(self) -> Any:
-        return importlib.import_module(f"{SUITE}.{self.path.stem}")
+    @property
+    def subject(self) -> Subject:
+        """The implementation under test; its rank processes live as long as the session."""
+        from moetail.conformance.run.subject import Subject
 
+        if self._subject is None:
+            self._subject = Subject(self.request.implementation, self.request.plan)
+        return self._subject
 
-def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    if path in (_SUITE_PATH, _SUITE_PATH.parent):
-        # A Package would import the folder's __init__ through sys.path.
-        return pytest.Dir.from_parent(parent, path=path)
-    return None
+    def trials_in(self, module: ModuleType) -> Iterator[tuple[Check, Trial]]:
+        """The trials of a module of the suite that were asked for."""
+        from moetail.conformance.run.check import planned
+        from moetail.conformance.suite import checks_in
 
+        asked = self.request
+        return planned(
+            checks_in(module),
+            asked.plan,
+            asked.implementation.provided,
+            operations=asked.operations,
+            rules=asked.rules,
+            case=asked.case,
+        )
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> Any:
-    if module_path.parent == _SUITE_PATH and parent.config.stash.get(_ASKED, False):
-        return _SuiteModule.from_parent(parent, path=module_path)
-    return None
+    def pytest_report_header(self) -> list[str]:
+        plan = ", ".join(f"{name} {value}" for name, value in self.results.plan.items())
+        return [f"moetail: judging {self.results.implementation} ({plan})"]
 
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    check: Check | None = getattr(metafunc.function, "moetail_check", None)
-    results = results_of(metafunc.config)
-    if check is None or results is None:
-        return
-    from moetail.conformance.run.options import trials_asked
-
-    trials = trials_asked(
-        check,
-        metafunc.config.stash[_PLAN],
-        results.provided,
-        operations=results.operations,
-        rules=results.rules,
-        case=metafunc.config.getoption("--case"),
-    )
-    metafunc.parametrize("trial", trials, ids=[trial.id for trial in trials])
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if results_of(config) is None:
-        return
-    for item in items:  # before pytest selects by -m
-        check, trial = _check(item), _trial(item)
-        if check is not None and trial is not None:
-            item.add_marker(pytest.mark.rule(id=check.rule))
-            item.add_marker(pytest.mark.operation(name=trial.operation))
-    # A test without trials is one whose rule or operation was not asked for, or is not provided.
-    empty = [item for item in items if _check(item) is not None and _trial(item) is None]
-    if empty:
-        config.hook.pytest_deselected(items=empty)
-        items[:] = [item for item in items if item not in empty]
-
-
-def _check(item: pytest.Item) -> Check | None:
-    return getattr(getattr(item, "function", None), "moetail_check", None)
-
-
-def _trial(item: pytest.Item) -> Trial | None:
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    trial = params.get("trial")
-    return trial if hasattr(trial, "case") else None
-
-
-# --- running --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def subject(pytestconfig: pytest.Config) -> Iterator[Subject]:
-    """The implementation on trial; its rank processes live as long as the session."""
-    from moetail.conformance.run.subject import Subject
-
-    made = Subject.of(pytestconfig.getoption("--impl"), pytestconfig.stash[_PLAN])
-    yield made
-    made.close()
-
-
-_OUTCOME: pytest.StashKey[TrialResult] = pytest.StashKey()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    check = _check(pyfuncitem)
-    if check is None or results_of(pyfuncitem.config) is None:
+    def pytest_collect_directory(
+        self, path: Path, parent: pytest.Collector
+    ) -> pytest.Collector | None:
+        if path in (_SUITE_PATH, _SUITE_PATH.parent):
+            # A Package would import the folder's __init__ through sys.path.
+            return pytest.Dir.from_parent(parent, path=path)
         return None
-    from moetail.conformance.run.runner import attempt
-    from moetail.conformance.run.trial import NotJudged, Violation
 
-    arguments: dict[str, Any] = pyfuncitem.funcargs
-    result, error = attempt(check, arguments["subject"], arguments["trial"])
-    pyfuncitem.stash[_OUTCOME] = result
-    pyfuncitem.user_properties += [
-        ("rule", result.rule),
-        ("operation", result.operation),
-        ("case", result.case),
-        ("judged", str(result.judged)),
-    ]
-    if isinstance(error, Violation):
-        raise error
-    if isinstance(error, NotJudged):
-        pytest.skip(f"not judged: {error}")
-    return True
+    def pytest_pycollect_makemodule(self, module_path: Path, parent: pytest.Collector) -> Any:
+        if module_path.parent != _SUITE_PATH:
+            return None
+        module = _SuiteFile.from_parent(parent, path=module_path)
+        module.run = self
+        return module
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        report = yield
+        if isinstance(item, _TrialItem) and item.result is not None and call.when == "call":
+            # A plain dict survives the way from a worker of pytest-xdist.
+            report.moetail = asdict(item.result)  # type: ignore[attr-defined]
+        return report
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    report = yield
-    result = item.stash.get(_OUTCOME, None)
-    if result is not None and call.when == "call":
-        from dataclasses import asdict
-
-        # A plain dict survives the way from a worker of pytest-xdist.
-        report.moetail = asdict(result)  # type: ignore[attr-defined]
-        if report.failed:
-            from moetail.conformance.report.terminal import violation_text
-
-            report.longrepr = violation_text(result)
-    return report
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    fields = getattr(report, "moetail", None)
-    if fields is not None and _controller is not None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         from moetail.conformance.run.results import TrialResult
 
-        _controller.trials.append(TrialResult(**fields))
+        fields = getattr(report, "moetail", None)
+        if fields is not None:
+            self.results.trials.append(TrialResult(**fields))
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self._subject is not None:
+            self._subject.close()
+        ended = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if exitstatus in ended and not hasattr(self.config, "workerinput"):
+            # A run that judged nothing is not green.
+            session.exitstatus = self.results.exit_code
 
-_controller: Results | None = None
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        from moetail.conformance.report.terminal import summary_text
 
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    # Reports come without their config, so the run's results are found through the module.
-    global _controller
-    _controller = results_of(session.config)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    results = results_of(session.config)
-    if results is None or hasattr(session.config, "workerinput"):
-        return
-    if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
-        # A run that judged nothing is not green.
-        session.exitstatus = results.exit_code
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    results = results_of(config)
-    if results is None or config.getoption("collectonly", False):
-        return
-    from moetail.conformance.report.terminal import summary_text
-
-    terminalreporter.section("moetail")
-    terminalreporter.write_line(summary_text(results, width=terminalreporter._tw.fullwidth))
-
-
-def pytest_report_header(config: pytest.Config) -> list[str]:
-    results = results_of(config)
-    if results is None:
-        return []
-    plan = ", ".join(f"{name} {value}" for name, value in results.plan.items())
-    return [f"moetail: judging {results.implementation} ({plan})"]
+        if not self.config.getoption("collectonly", False):
+            terminalreporter.section("moetail")
+            width = terminalreporter._tw.fullwidth
+            terminalreporter.write_line(summary_text(self.results, width=width))

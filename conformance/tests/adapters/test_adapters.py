@@ -23,7 +23,7 @@ from moetail.conformance.adapters import ADAPTERS, not_mapped, versions
 from moetail.conformance.implementation import UsageError, load
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.results import Results
-from moetail.conformance.run.runner import run_suite
+from moetail.conformance.suite import run_suite
 from moetail.spec import OPERATIONS, UnfinalizedMoEOutput
 from moetail.spec.rules import BOUNDARY, ROUTE_MAJOR
 

@@ -31,7 +31,7 @@ from moetail.conformance.adapters.flashinfer_kernel import (
 )
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.run.plan import Plan
-from moetail.conformance.run.runner import run_suite
+from moetail.conformance.suite import run_suite
 from moetail.reference import Reference
 from moetail.spec import ContractError, MoEOutput, UnfinalizedMoEOutput
 from moetail.spec.rules import ALLREDUCE

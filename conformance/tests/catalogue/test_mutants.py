@@ -13,13 +13,13 @@ import moetail.conformance.catalogue as package
 from moetail.conformance.catalogue import MUTANTS, Mutant, mutant
 from moetail.conformance.catalogue.around import rounded_to_bits
 from moetail.conformance.catalogue.reduction import through_tf32
-from moetail.conformance.run.check import all_trials
-from moetail.conformance.run.options import load_checks
+from moetail.conformance.run.check import planned
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import Violation
 from moetail.conformance.score.compare import Line, markdown, ordinary_cases
 from moetail.conformance.score.table import Row, Table, examine
+from moetail.conformance.suite import checks
 from moetail.reference import Reference
 from moetail.spec import OPERATIONS, RULES, operation, rule
 
@@ -107,19 +107,19 @@ def test_every_local_mutant_differs(item: Mutant) -> None:
     """A check of a rule that it breaks rejects it."""
     operations = [name for name in item.operations if not operation(name).distributed]
     wanted = {item.rule, *item.also, "TAIL"}
-    checks = [check for check in load_checks() if check.rule in wanted]
-    checks.sort(key=lambda check: check.rule != item.rule)
+    wanted_checks = [check for check in checks() if check.rule in wanted]
+    wanted_checks.sort(key=lambda check: check.rule != item.rule)
     for seed in range(3):
         plan = Plan(profile="quick", seed=seed, ranks=(1,))
         subject = Subject.of(item.name, plan)
-        for check in checks:
-            for trial in all_trials(check, plan, subject.implementation.provided, operations):
-                try:
-                    check.run(subject, trial)
-                except Violation:
-                    return
-                except Exception:
-                    continue  # nothing to judge, or a check that another rule's fault stops
+        provided = subject.implementation.provided
+        for check, trial in planned(wanted_checks, plan, provided, operations=operations):
+            try:
+                check.run(subject, trial)
+            except Violation:
+                return
+            except Exception:
+                continue  # nothing to judge, or a check that another rule's fault stops
     pytest.fail(f"no check of {', '.join(wanted)} rejects it")
 
 

@@ -27,9 +27,9 @@ def beam_moe_finalize(
 """
 
 
-def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment.update(COLUMNS="200", PYTEST_ADDOPTS="")
+    environment.update({"COLUMNS": "200", "PYTEST_ADDOPTS": "", **variables})
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
@@ -41,8 +41,8 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def moetail(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return run(folder, "-m", "moetail.conformance.cli", *words)
+def moetail(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, "-m", "moetail.conformance.cli", *words, **variables)
 
 
 @pytest.fixture
@@ -119,6 +119,17 @@ def test_check_names_the_rule_and_writes_its_reports(tmp_path: Path, kernel: Pat
     assert again.returncode == 1, again.stdout + again.stderr
     assert violation["case"] in again.stdout
     assert "1 case," in again.stdout
+
+
+def test_nothing_in_the_folder_bends_check(tmp_path: Path, kernel: Path) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "def pytest_collection_modifyitems(items):\n    items.clear()\n", encoding="utf-8"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = -k nothing\n", encoding="utf-8")
+    words = ("check", "kernel.py", "--rule", "ROUND-2")
+    done = moetail(tmp_path, *words, PYTEST_ADDOPTS="--collect-only -k nothing")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "VIOLATES ROUND-2: " in done.stdout
 
 
 def test_check_ends_with_3_where_nothing_was_judged(tmp_path: Path) -> None:
@@ -228,11 +239,11 @@ def test_other_projects_are_left_alone(tmp_path: Path, kernel: Path) -> None:
     assert "moetail" not in done.stdout
 
     # The suite runs in their project, with pytest's own import mode, and gives check's verdict.
-    (tmp_path / "conftest.py").unlink()
+    # An option that is called as one of theirs has a longer name too.
     done = run(
         tmp_path,
         *("-m", "pytest", "-q", "--pyargs", "moetail.conformance.suite", "test_theirs.py"),
-        *("--impl", "kernel.py", "--rule", "ROUND-2", "--rule", "ROUND-3"),
+        *("--impl", "kernel.py", "--moetail-rule", "ROUND-2", "--moetail-rule=ROUND-3"),
         *("-p", "no:cacheprovider"),
     )
     assert done.returncode == 1, done.stdout + done.stderr
@@ -243,7 +254,13 @@ def test_other_projects_are_left_alone(tmp_path: Path, kernel: Path) -> None:
 
 def test_pytest_selects_by_marker_and_runs_in_parallel(tmp_path: Path, kernel: Path) -> None:
     words = ("-m", "pytest", "-q", "--pyargs", "moetail.conformance.suite", "--impl", "kernel.py")
-    chosen = ("-m", "rule(id='ROUND-2') and operation(name='beam_moe_finalize')", "-n", "2")
+    chosen = (
+        "--op=finalize",
+        "-m",
+        "rule(id='ROUND-2') and operation(name='beam_moe_finalize')",
+        "-n",
+        "2",
+    )
     done = run(tmp_path, *words, *chosen, "-p", "no:cacheprovider")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "ROUND-2 violated by beam_moe_finalize" in done.stdout

@@ -21,7 +21,10 @@ from moetail.conformance.implementation import UsageError
 from moetail.conformance.judge import OutputVerdict, Verdict
 from moetail.conformance.report import append_summary, check_summary, write_report
 from moetail.conformance.report.badge import badge_json
-from moetail.conformance.report.evidence import (
+from moetail.conformance.report.page import report_html
+from moetail.conformance.report.picture import png, svg
+from moetail.conformance.report.summary import summary_markdown
+from moetail.conformance.run.evidence import (
     CLASS,
     FIRST_BAND,
     LEVEL,
@@ -36,13 +39,10 @@ from moetail.conformance.report.evidence import (
     comparison_evidence,
     verdict_evidence,
 )
-from moetail.conformance.report.page import report_html
-from moetail.conformance.report.picture import png, svg
-from moetail.conformance.report.summary import summary_markdown
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.results import CONFORMS, VIOLATES, Results, TrialResult
 from moetail.conformance.run.results import NOT_JUDGED as UNDECIDED
-from moetail.conformance.run.runner import run_suite
+from moetail.conformance.suite import run_suite
 from moetail.spec import rule
 from moetail.spec.rules import FINALIZE, GATHER
 
@@ -234,6 +234,8 @@ def distributed(results: Results) -> Results:
         elements=7 * 2 * 256 * 3,
         found="rank 0: hidden[6, 0] = 0x3f80 (1.0); admissible: 0x0000 (0.0)",
         diagnosis="ownership-floor (OWN-1) explains all of 512 wrong elements",
+        deviations=("ownership-floor",),
+        explained=1.0,
         repeat=f"moetail check x.py --rule OWN-1 --case {case}",
         trace="Traceback <b>",
         evidence=evidence(*verdicts),
@@ -265,7 +267,8 @@ def test_evidence_travels_between_processes(distributed: Results) -> None:
     for trial in distributed.trials:
         fields = asdict(trial)
         assert TrialResult(**execnet.loads(execnet.dumps(fields))) == trial
-        assert TrialResult(**json.loads(json.dumps(fields, allow_nan=False))) == trial
+        written = json.dumps(fields, allow_nan=False)
+        assert json.dumps(asdict(TrialResult(**json.loads(written)))) == written
 
 
 # --- the page -------------------------------------------------------------------------------------
@@ -484,7 +487,7 @@ def test_the_badge_claims_no_more_than_was_judged(results: Results, distributed:
 def test_a_report_is_a_folder_of_files(tmp_path: Path, results: Results) -> None:
     write_report(results, tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"report.html", "report.json", "badge.json"}
+    assert names == {"report.html", "report.json", "junit.xml", "badge.json"}
     report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
     assert report["violations"][0]["evidence"][0]["first"]
 

@@ -21,11 +21,12 @@ from moetail.conformance.run.options import make_plan
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankError, RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES
-from moetail.conformance.run.runner import attempt, run_suite
+from moetail.conformance.run.runner import run_trial
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Tally, Trial
 from moetail.conformance.run.workspaces import Workspaces
 from moetail.conformance.score.table import examine
+from moetail.conformance.suite import run_suite
 from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
 
 KEEPING = replace(make_plan(ranks="1,2"), keep_workspaces=True)
@@ -184,9 +185,9 @@ def tried(
         subject.tally.judged += 1
 
     monkeypatch.setattr(Subject, "_on_ranks", on_ranks)
-    check = Check("OWN-1", "test_own_1", (GATHER,), lambda plan, name: [], decide, False)
+    check = Check("OWN-1", "test_own_1", (GATHER,), lambda plan, name: [], decide, (1, 1))
     subject = Subject.of("reference", KEEPING)
-    result, _ = attempt(check, subject, Trial(GATHER, CASE), diagnosing=False)
+    result, _ = run_trial(check, subject, Trial(GATHER, CASE), diagnosing=False)
     return result, subject, order
 
 

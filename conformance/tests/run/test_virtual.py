@@ -14,11 +14,11 @@ from moetail.conformance.run.call import CallSpec, same_bits
 from moetail.conformance.run.options import make_plan
 from moetail.conformance.run.ranks import RankError, RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results
-from moetail.conformance.run.runner import run_suite
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Trial
 from moetail.conformance.run.virtual import execute_together
 from moetail.conformance.run.workspaces import VIRTUAL_DEADLINE
+from moetail.conformance.suite import run_suite
 from moetail.spec.rules import ALLREDUCE, GATHER, WORKSPACE
 
 THREADS = """

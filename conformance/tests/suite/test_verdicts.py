@@ -14,13 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from moetail.conformance.run.check import all_trials
-from moetail.conformance.run.options import load_checks, make_plan
+from moetail.conformance.run.check import Check, planned
+from moetail.conformance.run.options import make_plan
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, NOT_PROVIDED, VIOLATES, Results
-from moetail.conformance.run.runner import attempt, run_suite
+from moetail.conformance.run.runner import run_trial
 from moetail.conformance.run.subject import Subject
+from moetail.conformance.run.trial import Trial
+from moetail.conformance.suite import checks, run_suite
 from moetail.spec.rules import ALLREDUCE, FINALIZE, GATHER, MOE_OUTPUT, OPERATIONS
 
 _FINALIZE = """
@@ -134,18 +136,23 @@ def judged(tmp_path: Path, source: str, pool: RankPool, **restrict: tuple[str, .
     return run_suite(write(tmp_path, source), plan, pool=pool, **restrict)  # type: ignore[arg-type]
 
 
+def check_named(name: str) -> Check:
+    (check,) = (check for check in checks() if check.name == name)
+    return check
+
+
 @pytest.mark.parametrize(
     ("written", "status"),
     [("output.copy_(scaled)", CONFORMS), ("output[:256].copy_(scaled[:256])", VIOLATES)],
 )
 def test_what_only_long_batches_show(tmp_path: Path, written: str, status: str) -> None:
     """A GPU tries the longest ones too, which other sizes of blocks are for."""
-    (check,) = (check for check in load_checks() if check.name == "test_tail_on_long_batches")
+    check = check_named("test_tail_on_long_batches")
     plan = Plan(profile="full")
-    (trial,) = all_trials(check, plan, [FINALIZE])
-    assert len(list(all_trials(check, Plan(profile="full", device="cuda"), [FINALIZE]))) > 1
+    ((_, trial),) = planned([check], plan, [FINALIZE])
+    assert len(list(planned([check], Plan(profile="full", device="cuda"), [FINALIZE]))) > 1
     subject = Subject.of(write(tmp_path, finalize(WRITE=written)), plan)
-    result, _ = attempt(check, subject, trial)
+    result, _ = run_trial(check, subject, trial)
     assert result.status == status, result.found
 
 
@@ -154,11 +161,10 @@ def test_what_only_long_batches_show(tmp_path: Path, written: str, status: str) 
 )
 def test_a_check_of_tokens_with_local_routes_finds_some(name: str, ranks: int) -> None:
     """On every rank, or it judges nothing: with as many ranks as routes no token has them."""
-    wanted = "test_route_1_remote_routes_contribute_nothing_to_others"
-    (check,) = (check for check in load_checks() if check.name == wanted)
-    made = list(all_trials(check, Plan(profile="full", ranks=(ranks,)), [name]))
+    check = check_named("test_route_1_remote_routes_contribute_nothing_to_others")
+    made = list(planned([check], Plan(profile="full", ranks=(ranks,)), [name]))
     assert made
-    for trial in made:
+    for _, trial in made:
         case = trial.case
         calls = [case.arguments(rank) for rank in range(case.ranks)]
         local = torch.stack([call["x"].routed.expanded_idx_to_permuted_idx >= 0 for call in calls])
@@ -241,16 +247,12 @@ def test_the_repeat_command_repeats_the_violation(tmp_path: Path, pool: RankPool
     path = write(tmp_path, source)
     (first, *_) = run_suite(path, make_plan(), pool=pool, rules=("ROUND-2",)).violations
     plan = make_plan()
-    from moetail.conformance.run.options import load_checks, trials_asked
-    from moetail.conformance.run.runner import attempt
-    from moetail.conformance.run.subject import Subject
 
     subject = Subject.of(path, plan, pool)
     results = [
-        attempt(check, subject, trial)[0]
-        for check in load_checks()
-        for trial in trials_asked(
-            check, plan, (FINALIZE,), operations=(FINALIZE,), rules=("ROUND-2",), case=first.case
+        run_trial(check, subject, trial)[0]
+        for check, trial in planned(
+            checks(), plan, (FINALIZE,), rules=("ROUND-2",), case=Trial.parse(first.case)
         )
     ]
     assert [result.found for result in results] == [first.found]

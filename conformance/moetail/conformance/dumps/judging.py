@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moetail.conformance.cases.tensors import tensors_in
-from moetail.conformance.diagnosis import MOST_TERMS, diagnose, rule_named
+from moetail.conformance.diagnosis import MOST_TERMS, Diagnosis, diagnose, rule_named
 from moetail.conformance.dumps.choosing import choose, cut_call, cut_result
 from moetail.conformance.dumps.files import (
     CONVERSIONS,
@@ -23,12 +23,14 @@ from moetail.conformance.dumps.files import (
     signature_of,
 )
 from moetail.conformance.judge import Verdict, judge
-from moetail.conformance.report.evidence import verdict_evidence
 from moetail.conformance.run.call import outputs, same_bits
 from moetail.conformance.run.check import TAIL
+from moetail.conformance.run.evidence import verdict_evidence
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
+from moetail.conformance.run.runner import diagnosis_fields
 from moetail.reference import BeamAllReduceWorkspace, Reference
-from moetail.spec import OPERATIONS, ContractError, checks, operation, owned_tokens
+from moetail.spec import OPERATIONS, ContractError, operation, owned_tokens
+from moetail.spec import checks as refusals
 from moetail.spec.rules import (
     ALLREDUCE,
     BOUNDARY,
@@ -182,7 +184,13 @@ class _Group:
         return [*around, whole]
 
     def _trial(self, rule: str, check: str, *, found: str = "", **more: Any) -> TrialResult:
-        """A violation where ``found`` says something, unless ``status`` is given."""
+        """A violation where ``found`` says something, unless ``status`` is given.
+
+        Args:
+            check: the name of the suite's check that is about it.
+        """
+        from moetail.conformance.suite import checks  # only to judge, not to capture
+
         given: dict[str, Any] = {"status": VIOLATES if found else CONFORMS, "judged": 1, **more}
         if given["status"] == VIOLATES:
             files = [str(dump.path) for dump in self.dumps]
@@ -192,6 +200,7 @@ class _Group:
             operation=self.operation,
             case=self.case,
             check=check,
+            believed=next(item.believed for item in checks() if item.name == check),
             elements=self.elements,
             found=found,
             **given,
@@ -268,7 +277,7 @@ class _Group:
                 rule_named(TAIL, diagnosis),
                 check,
                 found=found,
-                diagnosis=diagnosis.describe(),
+                **diagnosis_fields(diagnosis),
                 evidence=verdict_evidence(verdict),
                 **counts,
             )
@@ -287,7 +296,7 @@ class _Group:
         row = first[0][0]
         return f"; row {row} is token {kept[row]} of {self.dumps[0].num_tokens}"
 
-    def _diagnosis(self, verdict: Verdict) -> Any:
+    def _diagnosis(self, verdict: Verdict) -> Diagnosis:
         calls, values = self.calls, self.values
         tokens = int(verdict.outputs[0].wrong_mask.shape[0])
         terms = sum(call["x"].gemm2_permuted.numel() for call in calls) if self._owned else 0
@@ -368,26 +377,26 @@ def _bound(dump: Dump) -> dict[str, Any]:
 
 def _refuse_fused(dump: Dump) -> None:
     call = _bound(dump)
-    checks.check_fused(**call)
-    checks.check_identity_values(call["x"], call["residual"].shape[0])
+    refusals.check_fused(**call)
+    refusals.check_identity_values(call["x"], call["residual"].shape[0])
 
 
 def _refuse_gather(dump: Dump) -> None:
     call = _bound(dump)
-    checks.check_gather(**call)
+    refusals.check_gather(**call)
     tokens = call["residual"].shape[0]
     owned = owned_tokens(tokens, dump.world_size, dump.rank)
-    checks.check_identity_values(call["x"], len(owned))
+    refusals.check_identity_values(call["x"], len(owned))
 
 
 def _refuse_moe_output(dump: Dump) -> None:
-    checks.check_moe_output(dump.arguments["x"])
-    checks.check_moe_output_values(dump.arguments["x"])
+    refusals.check_moe_output(dump.arguments["x"])
+    refusals.check_moe_output_values(dump.arguments["x"])
 
 
 def _refuse_allreduce(dump: Dump) -> None:
-    checks.check_allreduce(**_bound(dump))
-    checks.check_moe_output_values(dump.arguments["x"])
+    refusals.check_allreduce(**_bound(dump))
+    refusals.check_moe_output_values(dump.arguments["x"])
 
 
 def _refuse_conversion(dump: Dump) -> None:
@@ -397,8 +406,8 @@ def _refuse_conversion(dump: Dump) -> None:
 _REFUSALS: dict[str, Callable[[Dump], None]] = {
     CONVERT: _refuse_conversion,
     ROUTE_MAJOR: _refuse_conversion,
-    FINALIZE: lambda dump: checks.check_finalize(**_bound(dump)),
-    BOUNDARY: lambda dump: checks.check_boundary(**_bound(dump)),
+    FINALIZE: lambda dump: refusals.check_finalize(**_bound(dump)),
+    BOUNDARY: lambda dump: refusals.check_boundary(**_bound(dump)),
     FUSED: _refuse_fused,
     GATHER: _refuse_gather,
     MOE_OUTPUT: _refuse_moe_output,

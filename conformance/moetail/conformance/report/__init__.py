@@ -1,8 +1,9 @@
 """What a run leaves behind for people and for other programs.
 
-evidence   the wrong elements that a violation keeps
-picture    where they lie, as an image
+terminal   what is printed
 page       report.html, complete in itself
+picture    where the wrong elements lie, as an image
+junit      junit.xml, for CI systems
 summary    the same in short, as Markdown for a CI job's page
 badge      one line for a README, as JSON
 """
@@ -18,16 +19,18 @@ __all__ = ["append_summary", "check_summary", "write_report"]
 
 
 def write_report(results: Results, folder: Path) -> None:
-    """Writes report.json, report.html and badge.json into a folder that is there.
+    """Writes report.json, report.html, junit.xml and badge.json into a folder that is there.
 
-    No badge for a dump: a call that went well says too little.
+    Of a dump only the first two: a call that went well says too little.
     """
     from moetail.conformance.report.badge import badge_json
+    from moetail.conformance.report.junit import junit_xml
     from moetail.conformance.report.page import report_html
 
     results.write_json(folder / "report.json")
     (folder / "report.html").write_text(report_html(results), encoding="utf-8")
     if results.plan.get("profile") != "dump":
+        (folder / "junit.xml").write_text(junit_xml(results), encoding="utf-8")
         (folder / "badge.json").write_text(badge_json(results), encoding="utf-8")
 
 

@@ -7,7 +7,6 @@ from importlib.resources import files
 from typing import Any
 
 from moetail.conformance.cases import SOURCES, Case
-from moetail.conformance.report.evidence import band_name
 from moetail.conformance.report.picture import COLOURS, svg
 from moetail.conformance.report.terminal import statement
 from moetail.conformance.report.wording import (
@@ -18,6 +17,7 @@ from moetail.conformance.report.wording import (
     not_judged_reasons,
 )
 from moetail.conformance.run.check import TAIL
+from moetail.conformance.run.evidence import band_name
 from moetail.conformance.run.results import VIOLATES, Results, TrialResult, count
 from moetail.conformance.run.trial import Trial
 from moetail.spec import tokens_per_rank
@@ -127,7 +127,7 @@ def _violation(results: Results, trial: TrialResult) -> dict[str, Any]:
         "statement": statement(trial.rule),
         "rule": known,
         "case": _case(trial),
-        "deviations": list(named_deviations(trial.diagnosis)),
+        "deviations": named_deviations(trial),
         "outputs": _outputs(trial),
         "larger": larger,
         "larger_case": _case(larger),

@@ -12,7 +12,7 @@ import zlib
 from html import escape
 from typing import Any
 
-from moetail.conformance.report.evidence import CLASS, LEVEL, LEVELS, NOT_JUDGED, RIGHT, cells_of
+from moetail.conformance.run.evidence import CLASS, LEVEL, LEVELS, NOT_JUDGED, RIGHT, cells_of
 
 __all__ = ["COLOURS", "png", "svg"]
 

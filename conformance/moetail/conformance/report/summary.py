@@ -86,7 +86,7 @@ def _violation(violation: TrialResult) -> list[str]:
         lines.append(f"- diagnosis: {_text(violation.diagnosis)}")
         lines += [
             f"    - {_code(item.id)}: {_text(item.sentence)}"
-            for item in named_deviations(violation.diagnosis)
+            for item in named_deviations(violation)
         ]
     lines.append(f"- case: {_code(violation.case)}")
     return [*lines, "", *_elements(violation), *_block(violation.repeat), "</details>", ""]

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from moetail.conformance.catalogue.mutant import Mutant
-from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Cell, Results, count
+from moetail.conformance.run.results import (
+    CONFORMS,
+    NOT_JUDGED,
+    VIOLATES,
+    Cell,
+    Results,
+    TrialResult,
+    count,
+)
 from moetail.spec.rules import OPERATIONS, RULES
 
 __all__ = [
@@ -64,9 +70,8 @@ def not_judged_reasons(results: Results) -> list[tuple[str, list[str], int]]:
     return [(reason, list(named), cases[reason]) for reason, named in places.items()]
 
 
-def named_deviations(diagnosis: str) -> Iterator[Mutant]:
+def named_deviations(trial: TrialResult) -> list[Mutant]:
     """The entries of the catalogue that a diagnosis names."""
-    from moetail.conformance.catalogue import MUTANTS
+    from moetail.conformance.catalogue import mutant
 
-    words = set(diagnosis.split())
-    return (mutant for mutant in MUTANTS if mutant.id in words)
+    return [mutant(name) for name in trial.deviations]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.adapters import NotMapped
 from moetail.conformance.cases import Case, variations
 from moetail.conformance.cases.tensors import mapped, tensors_in
 from moetail.conformance.implementation import Implementation, load
@@ -85,6 +86,7 @@ class CallResult:
         value: what the call returned; None where it raised.
         refusal: "ValueError: ..." where it raised, else "".
         trace: the traceback of that.
+        not_mapped: what an adapter has nothing to map to, where it raised NotMapped, else "".
         changed: names of the arguments whose bits changed, the destination of ``beam_moe_finalize``
             apart, unless the call raised.
         destination: whether the returned tensor is the destination that was given; True for
@@ -95,6 +97,7 @@ class CallResult:
     value: Any = None
     refusal: str = ""
     trace: str = ""
+    not_mapped: str = ""
     changed: tuple[str, ...] = ()
     destination: bool = True
     hook_calls: int = 0
@@ -214,7 +217,7 @@ class Call:
         placed: the case's arguments as they were put, for a call that reuses them.
         pairs: where the mode is not EAGER, each argument's tensor, which holds other values
             for now, and the case's values.
-        value, refusal, trace: what came of it, as in :class:`CallResult`.
+        value, refusal, trace, not_mapped: what came of it, as in :class:`CallResult`.
     """
 
     def __init__(
@@ -230,7 +233,7 @@ class Call:
         self.spec, self.rank, self.device = spec, rank, device
         self.workspace, self.hook = workspace, hook
         self.value: Any = None
-        self.refusal = self.trace = ""
+        self.refusal = self.trace = self.not_mapped = ""
         self._function = loaded.get(spec.case.operation)
         arguments = spec.case.arguments(rank, str(device))
         if spec.reuse:
@@ -271,6 +274,7 @@ class Call:
         except Exception as error:  # any exception is a refusal, whatever the check makes of it
             self.value = None
             self.refusal, self.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
+            self.not_mapped = str(error) if isinstance(error, NotMapped) else ""
 
     def outcome(self) -> CallResult:
         """What came of it, and what it changed; nothing may be under way on the device."""
@@ -290,7 +294,9 @@ class Call:
         if destination is not None and isinstance(value, Tensor):
             value = value.clone()  # a later call may write the same destination
         calls = 0 if self.hook is None else self.hook.calls
-        return CallResult(value, self.refusal, self.trace, changed, returned, calls)
+        return CallResult(
+            value, self.refusal, self.trace, self.not_mapped, changed, returned, calls
+        )
 
 
 def wanted(specs: tuple[CallSpec, ...]) -> list[tuple[int, int, bool]]:

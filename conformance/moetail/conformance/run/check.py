@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 from moetail.conformance.run.plan import Plan
@@ -16,10 +17,34 @@ from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Tally, Trial, Violation
 from moetail.spec import rule
 
-__all__ = ["CHECKS", "TAIL", "Check", "Trials", "all_trials", "checks_rule"]
+__all__ = ["TAIL", "Check", "Phase", "Trials", "check_of", "checks_rule", "planned"]
 
 TAIL = "TAIL"
 """Stands in a rule's place where whole tails are judged: the diagnosis then names the rule."""
+
+
+class Phase(IntEnum):
+    """The order in which checks are believed.
+
+    A broken implementation fails more than the one check that is about its fault: an output that is
+    not written is not right either. So results are read in this order, and the first violation
+    names the rule. A check stands behind all those whose faults would fail it too:
+
+    - refusals look at nothing but whether something was raised;
+    - what is not written, differs from run to run, or is left over from another call spoils every
+      comparison and every value;
+    - comparisons of bits between two calls come before values, since a wrong rounding passes them;
+    - then values, in the order of the arithmetic, each on sources on which the others do not
+      decide;
+    - whole tails last.
+    """
+
+    REFUSAL = 1
+    CONVERSION = 2
+    RUN = 3
+    INVARIANCE = 4
+    VALUE = 5
+    WHOLE = 6
 
 
 class _Decide(Protocol):
@@ -39,6 +64,7 @@ class Check:
         operations: names of the operations it applies to.
         trials: what it is tried on, for a plan and an operation.
         decide: raises :class:`Violation` or :class:`NotJudged`.
+        believed: its phase, and its place there; of two checks the smaller is believed first.
         varies: whether its trials have a variation; None where some do.
     """
 
@@ -47,7 +73,13 @@ class Check:
     operations: tuple[str, ...]
     trials: Trials
     decide: _Decide
-    varies: bool | None
+    believed: tuple[int, int]
+    varies: bool | None = False
+
+    def tries(self, trial: Trial) -> bool:
+        """Whether a trial that is named by its case can be one of this check."""
+        fits = self.varies is None or self.varies == bool(trial.variation)
+        return fits and trial.operation in self.operations
 
     def run(self, subject: Subject, trial: Trial) -> Tally:
         """Decide one trial; the tally says how much was looked at.
@@ -107,7 +139,6 @@ def _said(found: Exception) -> str:
     return str(found).replace("raised Raised: ", "raised ")
 
 
-CHECKS: list[Check] = []
 _COMPUTING = rule("RUN-1").operations
 
 
@@ -115,32 +146,72 @@ def checks_rule(
     rule_id: str,
     trials: Trials,
     *,
+    believed: tuple[Phase, int],
     operations: Sequence[str] | None = None,
     varies: bool | None = False,
 ) -> Callable[[_Decide], _Decide]:
-    """Make a function the check of a rule, for all operations of the rule or for those given."""
+    """Make a function the check of a rule, for all operations of the rule or for those given.
+
+    Args:
+        believed, varies: as in :class:`Check`.
+    """
     if operations is not None:
         applies = tuple(operations)
     else:
         applies = _COMPUTING if rule_id == TAIL else rule(rule_id).operations
 
     def register(function: _Decide) -> _Decide:
-        check = Check(rule_id, function.__name__, applies, trials, function, varies)  # type: ignore[attr-defined]
-        CHECKS.append(check)
-        function.moetail_check = check  # type: ignore[attr-defined]
+        name = function.__name__  # type: ignore[attr-defined]
+        place = (int(believed[0]), believed[1])
+        function.moetail_check = Check(  # type: ignore[attr-defined]
+            rule_id, name, applies, trials, function, place, varies
+        )
         return function
 
     return register
 
 
-def all_trials(
-    check: Check, plan: Plan, provided: Sequence[str], operations: Sequence[str] = ()
-) -> Iterator[Trial]:
-    """The trials of a check on the operations that are provided and asked for, in order."""
-    for name in check.operations:
-        if name in provided and (not operations or name in operations):
-            seen: set[str] = set()
-            for trial in check.trials(plan, name):
-                if trial.id not in seen:
-                    seen.add(trial.id)
-                    yield trial
+def check_of(item: object) -> Check | None:
+    """The check that a function was made; None where it is none."""
+    return getattr(item, "moetail_check", None)
+
+
+def planned(
+    checks: Iterable[Check],
+    plan: Plan,
+    provided: Sequence[str],
+    *,
+    operations: Sequence[str] = (),
+    rules: Sequence[str] = (),
+    case: Trial | None = None,
+) -> Iterator[tuple[Check, Trial]]:
+    """The trials of checks that were asked for, in order.
+
+    Args:
+        provided: the operations that there are.
+        operations, rules: restrict what is tried; empty is everything.
+        case: this trial alone, under the rules given, or else under the check of whole tails.
+    """
+    if case is not None and not rules:
+        rules = (TAIL,)
+    wanted = [name for name in provided if not operations or name in operations]
+    for check in checks:
+        if rules and check.rule not in rules:
+            continue
+        if case is not None:
+            trial = case if not operations else Trial(operations[0], case.case, case.variation)
+            if check.tries(trial) and trial.operation in provided:
+                yield check, trial
+            continue
+        for name in check.operations:
+            if name in wanted:
+                for trial in _distinct(check.trials(plan, name)):
+                    yield check, trial
+
+
+def _distinct(trials: Iterable[Trial]) -> Iterator[Trial]:
+    seen: set[str] = set()
+    for trial in trials:
+        if trial.id not in seen:
+            seen.add(trial.id)
+            yield trial

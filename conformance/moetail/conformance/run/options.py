@@ -1,49 +1,127 @@
-"""From the words of a command line to a plan, operations, rules and trials."""
+"""The words of a command line: which there are, and what they ask for.
+
+The commands and the pytest plugin both take their options from here.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from moetail.conformance.implementation import Implementation, UsageError
-from moetail.conformance.run.check import CHECKS, TAIL, Check, all_trials
+from moetail.conformance.implementation import Implementation, UsageError, load
+from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.plan import PROFILES, Plan
-from moetail.conformance.run.precedence import precedence
 from moetail.conformance.run.results import only
 from moetail.conformance.run.trial import Trial
 from moetail.conformance.run.workspaces import makes_virtual
 from moetail.spec import ContractError
 from moetail.spec.rules import OPERATIONS, RULES, operation, rule
 
-__all__ = [
-    "case_named",
-    "load_checks",
-    "make_plan",
-    "operations_named",
-    "rules_named",
-    "trials_asked",
-]
+__all__ = ["OPTIONS", "Option", "Request", "make_plan", "operations_named", "rules_named"]
 
 
-def _integer(name: str, text: object, least: int) -> int:
-    try:
-        value = int(str(text))
-    except ValueError:
-        value = least - 1
-    if value < least:
-        raise UsageError(f"{name}: {text!r}; allowed: an integer >= {least}")
-    return value
+@dataclass(frozen=True)
+class Option:
+    """One option.
+
+    Attributes:
+        name: without dashes in front, such as "virtual-ranks".
+        default: False for one that is given or not, () for one that may be repeated; else the text
+            that stands where it is not given.
+        help: what it is for.
+        metavar: what stands for its value in a help text.
+    """
+
+    name: str
+    default: str | bool | tuple[str, ...]
+    help: str
+    metavar: str = ""
+
+    @property
+    def key(self) -> str:
+        """The name as an identifier."""
+        return self.name.replace("-", "_")
+
+
+_PLAN = Plan()
+
+OPTIONS: Mapping[str, Option] = {
+    option.key: option
+    for option in (
+        Option(
+            "impl",
+            "reference",
+            "reference, kernels, vllm, flashinfer, a module, module:attribute, or a .py file",
+            "IMPL",
+        ),
+        Option("op", (), "Only this operation, by its name or column heading (repeatable)."),
+        Option("rule", (), "Only this rule, or all of a kind, such as ROUND (repeatable)."),
+        Option("device", "", "cpu or cuda; by default cuda for kernels where there is a GPU."),
+        Option(
+            "ranks",
+            ",".join(map(str, _PLAN.ranks)),
+            "Numbers of ranks for distributed operations.",
+        ),
+        Option(
+            "virtual-ranks",
+            False,
+            "Run all ranks on one GPU, each on a stream of its own, with workspaces from the "
+            "implementation's BeamAllReduceWorkspace.virtual.",
+        ),
+        Option("profile", _PLAN.profile, "quick, full or soak."),
+        Option("case", "", "Only the trial of this id."),
+        Option("seed", str(_PLAN.seed), "Shifts the seed of every case.", "INTEGER"),
+        Option(
+            "rank-timeout", f"{_PLAN.timeout:.0f}", "Seconds for one distributed call.", "INTEGER"
+        ),
+        Option("require-gpu", False, "Fail where there is no GPU."),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be judged, where, and how much of it.
+
+    Attributes:
+        implementation, plan: of the run.
+        operations, rules: what it is restricted to; empty is everything.
+        case: the one trial that is asked for, or None.
+    """
+
+    implementation: Implementation
+    plan: Plan
+    operations: tuple[str, ...] = ()
+    rules: tuple[str, ...] = ()
+    case: Trial | None = None
+
+    @classmethod
+    def parse(cls, words: Mapping[str, Any]) -> Request:
+        """From the values of ``OPTIONS`` by their keys; UsageError says what is allowed."""
+        device = _device(words["device"], words["impl"], words["require_gpu"])
+        implementation = load(words["impl"])
+        plan = make_plan(
+            profile=words["profile"],
+            seed=words["seed"],
+            ranks=words["ranks"],
+            device=device,
+            timeout=words["rank_timeout"],
+            virtual_ranks=words["virtual_ranks"],
+            implementation=implementation,
+        )
+        operations, rules = operations_named(words["op"]), rules_named(words["rule"])
+        return cls(implementation, plan, operations, rules, _case(words["case"]))
 
 
 def make_plan(
     *,
-    profile: str = "quick",
-    seed: object = 0,
-    ranks: str = "1,2,3,4,8",
-    device: str = "cpu",
-    timeout: object = 60,
-    virtual_ranks: bool = False,
+    profile: str = _PLAN.profile,
+    seed: object = _PLAN.seed,
+    ranks: str = str(OPTIONS["ranks"].default),
+    device: str = _PLAN.device,
+    timeout: object = int(_PLAN.timeout),
+    virtual_ranks: bool = _PLAN.virtual_ranks,
     implementation: Implementation | None = None,
 ) -> Plan:
     """A plan from what was typed; UsageError names what is wrong and what is allowed.
@@ -104,48 +182,30 @@ def rules_named(words: Iterable[str]) -> tuple[str, ...]:
     return only(named, [*(item.id for item in RULES), TAIL])
 
 
-def case_named(text: str) -> Trial | None:
+def _case(text: str) -> Trial | None:
     """The trial of that id; None for ""."""
-    if not text:
-        return None
     try:
-        return Trial.parse(text)
+        return Trial.parse(text) if text else None
     except ValueError as error:
         raise UsageError(f"--case: {error}") from None
 
 
-def load_checks() -> list[Check]:
-    """Every check of the suite, in the order in which they are believed."""
-    from moetail.conformance import suite
+def _device(device: str, impl: str, require_gpu: bool) -> str:
+    import torch
 
-    for module in sorted(item.name for item in pkgutil.iter_modules(suite.__path__)):
-        importlib.import_module(f"{suite.__name__}.{module}")
-    return sorted(CHECKS, key=lambda check: precedence(check.name))
+    has_gpu = torch.cuda.is_available()
+    if require_gpu and not has_gpu:
+        raise UsageError("--require-gpu: torch finds no GPU here; allowed: a machine with one")
+    if device:
+        return device
+    return "cuda" if has_gpu and (require_gpu or impl == "kernels") else "cpu"
 
 
-def trials_asked(
-    check: Check,
-    plan: Plan,
-    provided: Sequence[str],
-    *,
-    operations: Sequence[str] = (),
-    rules: Sequence[str] = (),
-    case: str = "",
-) -> list[Trial]:
-    """The trials of a check that were asked for.
-
-    A case that is named runs under the rules that are named with it, or else under the check of
-    the whole subject.
-    """
-    if case and not rules:
-        rules = (TAIL,)
-    if rules and check.rule not in rules:
-        return []
-    trial = case_named(case)
-    if trial is None:
-        return list(all_trials(check, plan, provided, operations))
-    if operations:
-        trial = Trial(operations[0], trial.case, trial.variation)
-    fits = check.varies is None or check.varies == bool(trial.variation)
-    applies = trial.operation in check.operations and trial.operation in provided
-    return [trial] if fits and applies else []
+def _integer(name: str, text: object, least: int) -> int:
+    try:
+        value = int(str(text))
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise UsageError(f"{name}: {text!r}; allowed: an integer >= {least}")
+    return value

@@ -11,7 +11,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from moetail.conformance.run.precedence import precedence
+from moetail.conformance.implementation import Implementation
+from moetail.conformance.run.plan import Plan
 from moetail.spec.rules import OPERATIONS, RULES
 
 __all__ = ["CONFORMS", "NOT_JUDGED", "NOT_PROVIDED", "VIOLATES", "Cell", "Results", "TrialResult"]
@@ -33,12 +34,15 @@ class TrialResult:
         status: CONFORMS, VIOLATES or NOT_JUDGED.
         judged, not_judged, ambiguous: as in :class:`moetail.conformance.run.trial.Tally`.
         elements: the case's size, by which the smallest is found.
+        believed: the check's place in the order of belief (see :class:`.check.Phase`).
         found: what was wrong, or why nothing was judged.
-        diagnosis: which known deviation explains it, or "".
+        diagnosis: which known deviation explains it, in a sentence, or "".
+        deviations: ids of the mutants that the diagnosis names.
+        explained: the share of the wrong elements that they explain.
         repeat: the command that repeats the trial.
         trace: the implementation's traceback, where it raised.
         evidence: of a violation, the first wrong elements and where all lie, output by output (see
-            :mod:`moetail.conformance.report.evidence`); empty where other cases show more.
+            :mod:`moetail.conformance.run.evidence`); empty where other cases show more.
     """
 
     rule: str
@@ -51,11 +55,20 @@ class TrialResult:
     ambiguous: int = 0
     elements: int = 0
     seconds: float = 0.0
+    believed: tuple[int, int] = (99, 0)
     found: str = ""
     diagnosis: str = ""
+    deviations: tuple[str, ...] = ()
+    explained: float = 0.0
     repeat: str = ""
     trace: str = ""
     evidence: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def properties(self) -> list[tuple[str, str]]:
+        """What JUnit reports say of it beside its name."""
+        named = {"rule": self.rule, "operation": self.operation, "case": self.case}
+        return [*named.items(), ("judged", str(self.judged))]
 
 
 @dataclass
@@ -79,6 +92,7 @@ class Results:
         plan: the plan's fields.
         trials: in the order in which they ran.
         stopped: why the run ended early, or "".
+        faults: tracebacks of trials that the suite itself could not carry out.
     """
 
     implementation: str
@@ -88,21 +102,38 @@ class Results:
     rules: tuple[str, ...] = ()
     trials: list[TrialResult] = field(default_factory=list)
     stopped: str = ""
+    faults: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(
+        cls,
+        implementation: Implementation,
+        plan: Plan,
+        operations: Sequence[str] = (),
+        rules: Sequence[str] = (),
+    ) -> Results:
+        """Those of a run that has not begun; empty restrictions are everything."""
+        return cls(
+            implementation.spec,
+            implementation.provided,
+            plan.shown,
+            tuple(operations),
+            tuple(rules),
+        )
 
     @property
     def violations(self) -> list[TrialResult]:
         """The smallest violation of every rule on every operation.
 
-        Rules are in the order in which their checks are believed (see :mod:`.precedence`), so the
-        first one names what is broken; what follows may be its consequence.
+        Rules are in the order in which their checks are believed, so the first one names what is
+        broken; what follows may be its consequence.
         """
         smallest: dict[tuple[str, str], TrialResult] = {}
-        first: dict[str, int] = {}
+        first: dict[str, tuple[int, int]] = {}
         for trial in self.trials:
             if trial.status == VIOLATES:
                 key = (trial.rule, trial.operation)
-                place = precedence(trial.check)
-                first[trial.rule] = min(first.get(trial.rule, place), place)
+                first[trial.rule] = min(first.get(trial.rule, trial.believed), trial.believed)
                 kept = smallest.get(key)
                 if kept is None or trial.elements < kept.elements:
                     smallest[key] = trial
@@ -180,7 +211,7 @@ class Results:
                 rule_id: {name: asdict(cell) for name, cell in row.items()}
                 for rule_id, row in self.matrix().items()
             },
-            "violations": [_without_empty(asdict(trial)) for trial in self.violations],
+            "violations": [_shown(asdict(trial)) for trial in self.violations],
             "not_judged": sorted(
                 {
                     f"{trial.rule} {trial.operation}: {trial.found}"
@@ -194,8 +225,14 @@ class Results:
         path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
 
-def _without_empty(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value not in ("", [])}
+def _shown(fields: dict[str, Any]) -> dict[str, Any]:
+    """What a report says of a trial: nothing that is empty."""
+    hidden = ("believed", *(() if fields["deviations"] else ("explained",)))
+    return {
+        name: value
+        for name, value in fields.items()
+        if value not in ("", [], ()) and name not in hidden
+    }
 
 
 def _rule_order(rule_id: str) -> int:

@@ -1,29 +1,65 @@
-"""Run trials of the suite, from start to result: one, or all that were asked for."""
+"""Run trials of the suite, from start to result: the one loop that all who judge go through."""
 
 from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+import traceback
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
 
-from moetail.conformance.adapters import ADAPTERS, NotMapped
+from moetail.conformance.adapters import ADAPTERS
 from moetail.conformance.run.check import TAIL, Check
-from moetail.conformance.run.options import load_checks, trials_asked
 from moetail.conformance.run.plan import Plan
-from moetail.conformance.run.ranks import RankPool
-from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
+from moetail.conformance.run.results import (
+    CONFORMS,
+    NOT_JUDGED,
+    VIOLATES,
+    Results,
+    TrialResult,
+    count,
+)
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Trial, Violation
 
-__all__ = ["attempt", "run_suite"]
+if TYPE_CHECKING:
+    from moetail.conformance.diagnosis import Diagnosis
+
+__all__ = ["diagnosis_fields", "run_planned", "run_trial"]
+
+
+def run_planned(
+    subject: Subject,
+    trials: Iterable[tuple[Check, Trial]],
+    results: Results,
+    watch: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Run trials and add what came of each to the results.
+
+    A trial that the suite cannot carry out, by a fault of its own or of the machine, is no verdict;
+    the others run on, and the results say that the run is not complete.
+
+    Args:
+        watch: is told the name of each check before its trial.
+    """
+    for check, trial in trials:
+        watch(check.name)
+        try:
+            result, _ = run_trial(check, subject, trial)
+        except Exception:
+            results.faults.append(f"{check.name}[{trial.id}]\n{traceback.format_exc()}")
+            failed = count(len(results.faults), "trial")
+            results.stopped = f"{failed} of the suite could not run"
+        else:
+            results.trials.append(result)
+
 
 # A diagnosis evaluates the whole catalogue, so not every one of many violations gets one: those do
 # that may be the smallest of their rule and, where the diagnosis names the rule, the first few.
 _MOST_TAILS = 12
 
 
-def attempt(
+def run_trial(
     check: Check, subject: Subject, trial: Trial, *, diagnosing: bool = True
 ) -> tuple[TrialResult, Violation | NotJudged | None]:
     """Run a trial. Any other exception is a fault of the suite, and is raised.
@@ -35,8 +71,9 @@ def attempt(
     started = time.perf_counter()
     status, found = CONFORMS, ""
     error: Violation | NotJudged | None = None
-    rule, diagnosis, trace = check.rule, "", ""
+    rule, trace = check.rule, ""
     asked = rule
+    diagnosed: dict[str, Any] = {}
     evidence: list[dict[str, Any]] = []
     try:
         _run(check, subject, trial)
@@ -47,7 +84,7 @@ def attempt(
         rule, trial, trace = violation.rule, violation.trial, violation.trace
         asked = rule
         if diagnosing and _worth_it(subject, violation):
-            diagnosis, rule = _diagnosed(violation)
+            diagnosed, rule = _diagnosed(violation)
         if diagnosing and _is_shown(subject, rule, trial):
             evidence = _evidence(violation)
     result = TrialResult(
@@ -61,8 +98,9 @@ def attempt(
         ambiguous=subject.tally.ambiguous,
         elements=trial.case.elements,
         seconds=round(time.perf_counter() - started, 4),
+        believed=check.believed,
         found=found,
-        diagnosis=diagnosis,
+        **diagnosed,
         repeat=repeat_command(subject.implementation.spec, subject.plan, asked, trial)
         if status == VIOLATES
         else "",
@@ -80,10 +118,9 @@ def _run(check: Check, subject: Subject, trial: Trial) -> None:
     try:
         check.run(subject, trial)
     except Violation as violation:
-        outcomes = [outcome for run in violation.runs for outcome in run.outcomes]
         # Also of a call that was not reached, since an earlier one of the trial is not mapped.
-        parts = [outcome.refusal.partition(f"{NotMapped.__name__}: ") for outcome in outcomes]
-        unmapped = [reason for _, found, reason in parts if found]
+        outcomes = [outcome for run in violation.runs for outcome in run.outcomes]
+        unmapped = [outcome.not_mapped for outcome in outcomes if outcome.not_mapped]
         if not unmapped or subject.implementation.spec not in ADAPTERS:
             raise
         raise NotJudged(unmapped[0]) from violation
@@ -116,15 +153,15 @@ def _is_shown(subject: Subject, rule: str, trial: Trial) -> bool:
 
 
 def _evidence(violation: Violation) -> list[dict[str, Any]]:
-    from moetail.conformance.report.evidence import comparison_evidence, verdict_evidence
+    from moetail.conformance.run.evidence import comparison_evidence, verdict_evidence
 
     if violation.verdict is not None:
         return verdict_evidence(violation.verdict)
     return comparison_evidence(*violation.compared) if violation.compared else []
 
 
-def _diagnosed(violation: Violation) -> tuple[str, str]:
-    """What explains it, and the rule to name."""
+def _diagnosed(violation: Violation) -> tuple[dict[str, Any], str]:
+    """A result's fields that say what explains it, and the rule to name."""
     from moetail.conformance.diagnosis import diagnose, rule_named
 
     run = violation.runs[0]
@@ -132,7 +169,16 @@ def _diagnosed(violation: Violation) -> tuple[str, str]:
     diagnosis = diagnose(
         run.spec.case.operation, run.calls, violation.verdict, prefer=violation.rule
     )
-    return diagnosis.describe(), rule_named(violation.rule, diagnosis)
+    return diagnosis_fields(diagnosis), rule_named(violation.rule, diagnosis)
+
+
+def diagnosis_fields(diagnosis: Diagnosis) -> dict[str, Any]:
+    """What a :class:`TrialResult` keeps of a diagnosis."""
+    return {
+        "diagnosis": diagnosis.describe(),
+        "deviations": tuple(item.id for item in diagnosis.deviations),
+        "explained": diagnosis.share,
+    }
 
 
 def repeat_command(spec: str, plan: Plan, rule_id: str, trial: Trial) -> str:
@@ -144,48 +190,3 @@ def repeat_command(spec: str, plan: Plan, rule_id: str, trial: Trial) -> str:
     if plan.virtual_ranks:
         words.append("--virtual-ranks")
     return shlex.join(words)
-
-
-def run_suite(
-    implementation: str,
-    plan: Plan,
-    *,
-    pool: RankPool | None = None,
-    operations: Sequence[str] = (),
-    rules: Sequence[str] = (),
-    stop_at_first: bool = False,
-    after_trial: Callable[[TrialResult], None] | None = None,
-) -> Results:
-    """Judge an implementation, check by check in the order in which checks are believed.
-
-    Args:
-        implementation: as :func:`moetail.conformance.implementation.load` takes it.
-        plan: how much, and where.
-        pool: rank processes to use; without one, own ones are started when needed and ended.
-        operations, rules: restrict what is tried; empty is everything.
-        stop_at_first: end with the first violation, which is the one that names the rule.
-        after_trial: is told of every trial.
-    """
-    subject = Subject.of(implementation, plan, pool)
-    results = Results(
-        implementation=subject.implementation.spec,
-        provided=subject.implementation.provided,
-        plan=plan.shown,
-        operations=tuple(operations),
-        rules=tuple(rules),
-    )
-    try:
-        for check in load_checks():
-            for trial in trials_asked(
-                check, plan, results.provided, operations=operations, rules=rules
-            ):
-                result, _ = attempt(check, subject, trial)
-                results.trials.append(result)
-                if after_trial is not None:
-                    after_trial(result)
-                if stop_at_first and result.status == VIOLATES:
-                    return results
-    finally:
-        if pool is None:
-            subject.close()
-    return results

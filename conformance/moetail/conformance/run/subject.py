@@ -301,6 +301,9 @@ def _outcomes(returned: ranks.Outcome) -> list[CallResult]:
 
 def _padded(outcomes: list[CallResult], specs: int) -> list[CallResult]:
     """One outcome for each call, also for those behind one that raised."""
-    last = outcomes[-1].refusal or "on another rank"
-    missing = CallResult(refusal=f"not reached, since an earlier call raised {last}")
+    last = outcomes[-1]
+    raised = last.refusal or "on another rank"
+    missing = CallResult(
+        refusal=f"not reached, since an earlier call raised {raised}", not_mapped=last.not_mapped
+    )
     return [*outcomes, *[missing] * (specs - len(outcomes))]

@@ -14,14 +14,14 @@ import torch
 from moetail.conformance.catalogue import MUTANTS, Mutant
 from moetail.conformance.catalogue.variants import VARIANTS, Variant
 from moetail.conformance.diagnosis import diagnose, rule_named
-from moetail.conformance.run.check import all_trials
-from moetail.conformance.run.options import load_checks
+from moetail.conformance.run.check import planned
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankPool, end_with_parent
 from moetail.conformance.run.results import VIOLATES, TrialResult
-from moetail.conformance.run.runner import attempt
+from moetail.conformance.run.runner import run_trial
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import Violation
+from moetail.conformance.suite import checks
 from moetail.spec import operation
 
 __all__ = ["Row", "Table", "run_catalogue"]
@@ -143,26 +143,26 @@ def examine(entry: Mutant | Variant, plan: Plan, pool: RankPool | None = None) -
     if plan.profile == "quick" and local:
         operations = local
     try:
-        for check in load_checks():
-            for trial in all_trials(check, plan, subject.implementation.provided, operations):
-                result, raised = attempt(check, subject, trial, diagnosing=False)
-                trials += 1
-                judged += result.judged
-                not_judged += result.not_judged
-                if result.status != VIOLATES:
-                    continue
-                if (
-                    worst is None
-                    or (result.check == worst.check) * (worst.elements - result.elements) > 0
-                ):
-                    worst = result
-                if isinstance(raised, Violation) and raised.verdict is not None:
-                    share = raised.verdict.wrong / max(1, raised.verdict.judged)
-                    exposure = max(exposure or 0.0, share)
-                    if raised.verdict.wrong > most:
-                        most, telling = raised.verdict.wrong, raised
-            if mutant and worst is not None:
+        provided = subject.implementation.provided
+        for check, trial in planned(checks(), plan, provided, operations=operations):
+            if mutant and worst is not None and check.name != worst.check:
                 break
+            result, raised = run_trial(check, subject, trial, diagnosing=False)
+            trials += 1
+            judged += result.judged
+            not_judged += result.not_judged
+            if result.status != VIOLATES:
+                continue
+            if (
+                worst is None
+                or (result.check == worst.check) * (worst.elements - result.elements) > 0
+            ):
+                worst = result
+            if isinstance(raised, Violation) and raised.verdict is not None:
+                share = raised.verdict.wrong / max(1, raised.verdict.judged)
+                exposure = max(exposure or 0.0, share)
+                if raised.verdict.wrong > most:
+                    most, telling = raised.verdict.wrong, raised
         if telling is not None and telling.verdict is not None and telling.runs:
             # The one with most wrong elements tells most.
             calls = telling.runs[0].calls

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moetail.conformance.run.call import same_bits
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import Trial
@@ -59,7 +59,7 @@ def _call(subject: Subject, trial: Trial, arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-@checks_rule("CONVERT-1", _legal)
+@checks_rule("CONVERT-1", _legal, believed=(Phase.CONVERSION, 30))
 def test_convert_1_legal_layouts_are_accepted(subject: Subject, trial: Trial) -> None:
     case = trial.case
     arguments = case.arguments(device=subject.plan.device)
@@ -198,7 +198,7 @@ def _refused(subject: Subject, trial: Trial, arguments: dict[str, Any], what: st
         subject.require(False, f"{what}: accepted")
 
 
-@checks_rule("CONVERT-2", _illegal, varies=True)
+@checks_rule("CONVERT-2", _illegal, varies=True, believed=(Phase.REFUSAL, 10))
 def test_convert_2_illegal_layouts_are_refused(subject: Subject, trial: Trial) -> None:
     arguments = trial.case.arguments(device=subject.plan.device)
     _ILLEGAL[trial.operation][trial.variation][1](arguments)
@@ -211,7 +211,7 @@ def _with_tensors(plan: Plan, name: str) -> Iterator[Trial]:
             yield trial
 
 
-@checks_rule("CONVERT-3", _with_tensors)
+@checks_rule("CONVERT-3", _with_tensors, believed=(Phase.CONVERSION, 10))
 def test_convert_3_nothing_is_copied(subject: Subject, trial: Trial) -> None:
     case = trial.case
     arguments = case.arguments(device=subject.plan.device)
@@ -253,7 +253,7 @@ def _destinations(plan: Plan, name: str) -> Iterator[Trial]:
             yield from trials(cases, variation)
 
 
-@checks_rule("CONVERT-4", _destinations, varies=None)
+@checks_rule("CONVERT-4", _destinations, varies=None, believed=(Phase.REFUSAL, 20))
 def test_convert_4_a_destination_is_aliased(subject: Subject, trial: Trial) -> None:
     arguments = trial.case.arguments(device=subject.plan.device)
     given = arguments["flashinfer_output"]

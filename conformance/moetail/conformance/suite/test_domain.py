@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moetail.conformance.run.call import CallSpec
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Trial
@@ -17,7 +17,13 @@ from moetail.spec.rules import GATHER, WORKSPACE
 _COMPUTING = tuple(name for name in rule("DOMAIN-1").operations if name != WORKSPACE)
 
 
-@checks_rule("DOMAIN-1", refusal_trials("DOMAIN-1"), operations=_COMPUTING, varies=True)
+@checks_rule(
+    "DOMAIN-1",
+    refusal_trials("DOMAIN-1"),
+    operations=_COMPUTING,
+    varies=True,
+    believed=(Phase.REFUSAL, 40),
+)
 def test_domain_1_refuses_what_is_outside(subject: Subject, trial: Trial) -> None:
     must_refuse(subject, trial)
 
@@ -28,7 +34,7 @@ def _groups(plan: Plan, name: str) -> Iterator[Trial]:
         yield Trial(name, case)
 
 
-@checks_rule("DOMAIN-1", _groups, operations=(WORKSPACE,))
+@checks_rule("DOMAIN-1", _groups, operations=(WORKSPACE,), believed=(Phase.REFUSAL, 50))
 def test_domain_1_no_workspace_that_cannot_serve(subject: Subject, trial: Trial) -> None:
     """None on every rank, or a refusal on every rank: never one rank with and one without."""
     case = trial.case
@@ -45,7 +51,13 @@ def test_domain_1_no_workspace_that_cannot_serve(subject: Subject, trial: Trial)
         subject.require(len(kinds) == 1, f"create did not agree on all ranks for {asked}: {found}")
 
 
-@checks_rule("DOMAIN-2", refusal_trials("DOMAIN-1", "PACK-1"), operations=_COMPUTING, varies=True)
+@checks_rule(
+    "DOMAIN-2",
+    refusal_trials("DOMAIN-1", "PACK-1"),
+    operations=_COMPUTING,
+    varies=True,
+    believed=(Phase.RUN, 120),
+)
 def test_domain_2_a_refusal_changes_nothing(subject: Subject, trial: Trial) -> None:
     (before,) = subject.run(CallSpec(trial.case))
     (refused,) = subject.run(*specs(trial))

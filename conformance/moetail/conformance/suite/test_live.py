@@ -9,7 +9,7 @@ import torch
 
 from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.run.call import CallSpec
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import Trial
@@ -27,12 +27,12 @@ def _capacity(plan: Plan, name: str) -> Iterator[Trial]:
         )
 
 
-@checks_rule("LIVE-1", _capacity, operations=(FINALIZE, FUSED))
+@checks_rule("LIVE-1", _capacity, operations=(FINALIZE, FUSED), believed=(Phase.INVARIANCE, 10))
 def test_live_1_only_live_slots_are_read(subject: Subject, trial: Trial) -> None:
     _same_whatever_capacity_holds(subject, trial)
 
 
-@checks_rule("LIVE-1", _capacity, operations=(GATHER,))
+@checks_rule("LIVE-1", _capacity, operations=(GATHER,), believed=(Phase.INVARIANCE, 120))
 def test_live_1_only_live_slots_are_gathered(subject: Subject, trial: Trial) -> None:
     _same_whatever_capacity_holds(subject, trial)
 
@@ -55,7 +55,7 @@ def _no_tokens(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(cases)
 
 
-@checks_rule("LIVE-2", _no_tokens)
+@checks_rule("LIVE-2", _no_tokens, believed=(Phase.RUN, 10))
 def test_live_2_zero_tokens_give_empty_outputs(subject: Subject, trial: Trial) -> None:
     case = trial.case
     (run,) = subject.run(CallSpec(case))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from moetail.conformance.run.call import CallSpec
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Trial
@@ -26,7 +26,7 @@ def _even(plan: Plan, name: str) -> Iterator[Trial]:
             )
 
 
-@checks_rule("OWN-1", _even)
+@checks_rule("OWN-1", _even, believed=(Phase.INVARIANCE, 80))
 def test_own_1_consecutive_blocks_without_padding(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -42,7 +42,7 @@ def _uneven(plan: Plan, name: str) -> Iterator[Trial]:
                 )
 
 
-@checks_rule("OWN-1", _uneven)
+@checks_rule("OWN-1", _uneven, believed=(Phase.INVARIANCE, 100))
 def test_own_1_consecutive_blocks(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -63,12 +63,12 @@ def _padded(plan: Plan, name: str) -> Iterator[Trial]:
             yield from trials(draw(plan, name, strategy, 1, free=True, fixed=fixed, ranks=(ranks,)))
 
 
-@checks_rule("OWN-2", _padded_pair)
+@checks_rule("OWN-2", _padded_pair, believed=(Phase.INVARIANCE, 90))
 def test_own_2_padding_contributes_nothing_on_two_ranks(subject: Subject, trial: Trial) -> None:
     _same_whatever_padding_holds(subject, trial)
 
 
-@checks_rule("OWN-2", _padded_more)
+@checks_rule("OWN-2", _padded_more, believed=(Phase.INVARIANCE, 110))
 def test_own_2_padding_contributes_nothing(subject: Subject, trial: Trial) -> None:
     _same_whatever_padding_holds(subject, trial)
 
@@ -115,7 +115,7 @@ def _orders_that_show(plan: Plan, name: str) -> Iterator[Trial]:
             yield Trial(name, case, "cancelling-ranks")
 
 
-@checks_rule("OWN-3", _orders_that_show, varies=None)
+@checks_rule("OWN-3", _orders_that_show, varies=None, believed=(Phase.INVARIANCE, 130))
 def test_own_3_replicas_are_bit_identical(subject: Subject, trial: Trial) -> None:
     (run,) = subject.run(CallSpec(trial.case, trial.variation))
     subject.returned(run)
@@ -135,7 +135,7 @@ def _strategies(plan: Plan, name: str) -> Iterator[Trial]:
                 )
 
 
-@checks_rule("OWN-4", _strategies, operations=(GATHER,))
+@checks_rule("OWN-4", _strategies, operations=(GATHER,), believed=(Phase.VALUE, 170))
 def test_own_4_every_strategy_conforms(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -146,7 +146,7 @@ def _thresholds(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, "threshold", 1, fixed=fixed, ranks=(ranks,)))
 
 
-@checks_rule("OWN-4", _thresholds, operations=(GATHER,))
+@checks_rule("OWN-4", _thresholds, operations=(GATHER,), believed=(Phase.VALUE, 160))
 def test_own_4_the_default_follows_the_thresholds(subject: Subject, trial: Trial) -> None:
     """What can be observed of the choice: only "unfused" goes through the workspace's hook."""
     case = trial.case
@@ -179,7 +179,7 @@ def _groups(plan: Plan, name: str) -> Iterator[Trial]:
         yield Trial(name, case)
 
 
-@checks_rule("OWN-4", _groups, operations=(WORKSPACE,))
+@checks_rule("OWN-4", _groups, operations=(WORKSPACE,), believed=(Phase.RUN, 130))
 def test_own_4_a_workspace_has_its_fields(subject: Subject, trial: Trial) -> None:
     case = trial.case
     for rank, found in enumerate(subject.workspaces(case.ranks, case.hidden, 33, "bfloat16")):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from moetail.conformance.run.call import CallSpec
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import Trial
@@ -16,7 +16,7 @@ from moetail.conformance.suite.refusing import must_refuse, refusal_trials
 from moetail.spec.rules import ALLREDUCE, MOE_OUTPUT, ROUTE_MAJOR
 
 
-@checks_rule("PACK-1", refusal_trials("PACK-1"), varies=True)
+@checks_rule("PACK-1", refusal_trials("PACK-1"), varies=True, believed=(Phase.REFUSAL, 30))
 def test_pack_1_refuses_rows_that_are_not_dense(subject: Subject, trial: Trial) -> None:
     if trial.operation == ROUTE_MAJOR:
         function = subject.implementation.get(ROUTE_MAJOR)
@@ -45,7 +45,7 @@ def _wrappings(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(cases, "more-rows")
 
 
-@checks_rule("PACK-2", _wrappings, varies=True)
+@checks_rule("PACK-2", _wrappings, varies=True, believed=(Phase.INVARIANCE, 40))
 def test_pack_2_padding_changes_no_bit(subject: Subject, trial: Trial) -> None:
     case = trial.case
     poisons = [poison for poison in ("nan", "inf", "huge", "random") if poison != case.poison]
@@ -71,7 +71,7 @@ def _route_major(plan: Plan, name: str) -> Iterator[Trial]:
     yield from trials(draw(plan, name, "route-major", count, "grid", fixed=fixed))
 
 
-@checks_rule("PACK-3", _route_major, operations=(ROUTE_MAJOR,))
+@checks_rule("PACK-3", _route_major, operations=(ROUTE_MAJOR,), believed=(Phase.CONVERSION, 20))
 def test_pack_3_route_major_map(subject: Subject, trial: Trial) -> None:
     arguments = trial.case.arguments(device=subject.plan.device)
     made = subject.converted(arguments)
@@ -95,6 +95,6 @@ def test_pack_3_route_major_map(subject: Subject, trial: Trial) -> None:
             subject.require(found == expected, f"map[{token}, {slot}] = {found}; it is {expected}")
 
 
-@checks_rule("PACK-3", _route_major, operations=(MOE_OUTPUT, ALLREDUCE))
+@checks_rule("PACK-3", _route_major, operations=(MOE_OUTPUT, ALLREDUCE), believed=(Phase.VALUE, 50))
 def test_pack_3_route_major_is_the_identity(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from moetail.conformance.run.call import CallSpec, outputs
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Trial
@@ -22,7 +22,7 @@ def _dead_weights(plan: Plan, name: str) -> Iterator[Trial]:
         yield Trial(name, case, "other-dead-weights")
 
 
-@checks_rule("ROUTE-1", _dead_weights, varies=True)
+@checks_rule("ROUTE-1", _dead_weights, varies=True, believed=(Phase.INVARIANCE, 20))
 def test_route_1_weights_of_remote_routes_change_no_bit(subject: Subject, trial: Trial) -> None:
     first, other = subject.run(CallSpec(trial.case), CallSpec(trial.case, trial.variation))
     subject.same(first, other, "other weights in the -1 slots changed the result")
@@ -46,7 +46,7 @@ def _unpadded(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(cases)
 
 
-@checks_rule("ROUTE-1", _unpadded)
+@checks_rule("ROUTE-1", _unpadded, believed=(Phase.INVARIANCE, 30))
 def test_route_1_remote_routes_contribute_nothing_to_others(subject: Subject, trial: Trial) -> None:
     """As the next test, but without padding rows, and of tokens that have a local route."""
     (run,) = subject.run(CallSpec(trial.case))
@@ -55,7 +55,7 @@ def test_route_1_remote_routes_contribute_nothing_to_others(subject: Subject, tr
     subject.conforms_at(run, ~empty)
 
 
-@checks_rule("ROUTE-1", _not_route_major)
+@checks_rule("ROUTE-1", _not_route_major, believed=(Phase.VALUE, 40))
 def test_route_1_remote_routes_contribute_nothing(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -71,7 +71,7 @@ def _permutations(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(cases, "permuted-rows")
 
 
-@checks_rule("ROUTE-2", _permutations, varies=True)
+@checks_rule("ROUTE-2", _permutations, varies=True, believed=(Phase.INVARIANCE, 50))
 def test_route_2_permuting_rows_changes_no_bit(subject: Subject, trial: Trial) -> None:
     first, permuted = subject.run(CallSpec(trial.case), CallSpec(trial.case, trial.variation))
     subject.same(first, permuted, "permuting rows together with the map changed the result")
@@ -84,12 +84,12 @@ def _exact_weights(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, dtype, plan.pick(1, 2), "grid", fixed=fixed))
 
 
-@checks_rule("ROUTE-3", _exact_weights)
+@checks_rule("ROUTE-3", _exact_weights, believed=(Phase.VALUE, 20))
 def test_route_3_weights_of_every_dtype_are_read(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
 
-@checks_rule("ROUTE-3", aimed("weights"))
+@checks_rule("ROUTE-3", aimed("weights"), believed=(Phase.VALUE, 80))
 def test_route_3_weights_are_read_in_their_dtype(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -100,7 +100,7 @@ def _without_routes(plan: Plan, name: str) -> Iterator[Trial]:
     yield from trials(draw(plan, name, "empty", plan.pick(2, 6), "grid", fixed=fixed))
 
 
-@checks_rule("ROUTE-4", _without_routes)
+@checks_rule("ROUTE-4", _without_routes, believed=(Phase.RUN, 30))
 def test_route_4_a_token_without_routes_is_written(subject: Subject, trial: Trial) -> None:
     """Fresh memory holds NaN; nothing else here is NaN, unreferenced rows included."""
     case = trial.case.replace(poison="random")
@@ -133,7 +133,7 @@ def _empty_tokens(call: dict[str, Any]) -> torch.Tensor:
     return (index < 0).all(dim=-1).cpu()
 
 
-@checks_rule("ROUTE-4", _without_routes)
+@checks_rule("ROUTE-4", _without_routes, believed=(Phase.VALUE, 10))
 def test_route_4_a_token_without_routes_is_zero(subject: Subject, trial: Trial) -> None:
     (run,) = subject.run(CallSpec(trial.case))
     subject.returned(run)
@@ -147,7 +147,7 @@ def _special(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(cases, "zero-weights")
 
 
-@checks_rule("ROUTE-5", _special, varies=None)
+@checks_rule("ROUTE-5", _special, varies=None, believed=(Phase.VALUE, 30))
 def test_route_5_nan_and_infinity_propagate(subject: Subject, trial: Trial) -> None:
     """Only the class is compared: how finite values are rounded is for other rules to say."""
     subject.classes(*subject.run(CallSpec(trial.case, trial.variation)))

@@ -16,7 +16,7 @@ from moetail.conformance.run.call import (
     outputs,
     same_bits,
 )
-from moetail.conformance.run.check import checks_rule
+from moetail.conformance.run.check import Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.ranks import RankError
 from moetail.conformance.run.subject import Subject
@@ -47,7 +47,7 @@ def _repeated(plan: Plan, name: str) -> Iterator[Trial]:
     yield from trials(draw(plan, name, "repeat", plan.pick(1, 3), "cancel", fixed=fixed))
 
 
-@checks_rule("RUN-1", _repeated)
+@checks_rule("RUN-1", _repeated, believed=(Phase.RUN, 50))
 def test_run_1_the_same_bits_run_after_run(subject: Subject, trial: Trial) -> None:
     first, *others = subject.run(*[CallSpec(trial.case)] * 4)
     for run in others:
@@ -70,7 +70,7 @@ def _everything_given(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, "holes", 1, "routes", fixed=holes))
 
 
-@checks_rule("RUN-2", _everything_given)
+@checks_rule("RUN-2", _everything_given, believed=(Phase.RUN, 60))
 def test_run_2_inputs_are_not_modified(subject: Subject, trial: Trial) -> None:
     if trial.operation in _CONVERSIONS:
         arguments = trial.case.arguments(device=subject.plan.device)
@@ -92,7 +92,7 @@ def _walled(plan: Plan, name: str) -> Iterator[Trial]:
     yield from trials(draw(plan, name, "walls", plan.pick(1, 4), "grid"))
 
 
-@checks_rule("RUN-2", _walled, operations=rule("RUN-1").operations)
+@checks_rule("RUN-2", _walled, operations=rule("RUN-1").operations, believed=(Phase.RUN, 70))
 def test_run_2_nothing_around_the_tensors_is_touched(subject: Subject, trial: Trial) -> None:
     """Every tensor lies between stretches of NaN: who writes there or reads there shows."""
     (plain, walled) = subject.run(CallSpec(trial.case), CallSpec(trial.case, guard=True))
@@ -116,7 +116,7 @@ def _plain(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, "written", count, "grid", fixed=here, ranks=(ranks,)))
 
 
-@checks_rule("RUN-3", _plain)
+@checks_rule("RUN-3", _plain, believed=(Phase.RUN, 20))
 def test_run_3_every_element_is_written(subject: Subject, trial: Trial) -> None:
     """Destinations and fresh memory hold NaN before, and on these values no result is NaN."""
     case = trial.case
@@ -145,7 +145,7 @@ def _replays(plan: Plan, name: str) -> Iterator[Trial]:
     yield from trials(draw(plan, name, "replay", count, "grid", fixed={**fixed, "tokens": 5}))
 
 
-@checks_rule("RUN-4", _replays)
+@checks_rule("RUN-4", _replays, believed=(Phase.RUN, 80))
 def test_run_4_changed_inputs_in_the_same_buffers(subject: Subject, trial: Trial) -> None:
     """What a replayed graph does, eagerly: new values at the addresses of the call before."""
     case = trial.case
@@ -172,7 +172,7 @@ def _on_gpu(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, ("gpu", tokens), plan.pick(1, 3), free=True, fixed=here))
 
 
-@checks_rule("RUN-4", _on_gpu)
+@checks_rule("RUN-4", _on_gpu, believed=(Phase.RUN, 90))
 def test_run_4_on_the_current_stream(subject: Subject, trial: Trial) -> None:
     eager, streamed = subject.run(
         CallSpec(trial.case), CallSpec(trial.case, mode=STREAM, snapshot=False)
@@ -180,7 +180,7 @@ def test_run_4_on_the_current_stream(subject: Subject, trial: Trial) -> None:
     subject.same(eager, streamed, "on another stream, other bits: it does not run there")
 
 
-@checks_rule("RUN-4", _on_gpu)
+@checks_rule("RUN-4", _on_gpu, believed=(Phase.RUN, 100))
 def test_run_4_a_replayed_graph_equals_eager(subject: Subject, trial: Trial) -> None:
     eager, replayed = subject.run(
         CallSpec(trial.case), CallSpec(trial.case, mode=GRAPH, snapshot=False)
@@ -198,7 +198,7 @@ def _sequences(plan: Plan, name: str) -> Iterator[Trial]:
             )
 
 
-@checks_rule("RUN-5", _sequences)
+@checks_rule("RUN-5", _sequences, believed=(Phase.RUN, 110))
 def test_run_5_one_workspace_serves_any_sequence(subject: Subject, trial: Trial) -> None:
     """Each call of a sequence on one workspace equals the same call on a fresh one."""
     case = trial.case
@@ -230,7 +230,7 @@ def _many_tokens(plan: Plan, name: str) -> Iterator[Trial]:
     yield from trials(draw(plan, name, "many", 1, fixed=fixed), "repeated-past-int32")
 
 
-@checks_rule("RUN-6", _many_tokens, varies=True)
+@checks_rule("RUN-6", _many_tokens, varies=True, believed=(Phase.INVARIANCE, 70))
 def test_run_6_tokens_past_two_to_the_31_elements(subject: Subject, trial: Trial) -> None:
     """The case's tokens over and over; its last repetition is judged."""
     try:
@@ -264,7 +264,9 @@ def _far(plan: Plan, name: str) -> Iterator[Trial]:
         yield Trial(name, case, "past-int32")
 
 
-@checks_rule("RUN-6", _far, operations=(MOE_OUTPUT, ALLREDUCE), varies=True)
+@checks_rule(
+    "RUN-6", _far, operations=(MOE_OUTPUT, ALLREDUCE), varies=True, believed=(Phase.INVARIANCE, 60)
+)
 def test_run_6_offsets_past_two_to_the_31(subject: Subject, trial: Trial) -> None:
     try:
         near, far = subject.run(
@@ -286,7 +288,7 @@ def _zeros(plan: Plan, name: str) -> Iterator[Trial]:
         )
 
 
-@checks_rule("RUN-7", _zeros)
+@checks_rule("RUN-7", _zeros, believed=(Phase.RUN, 40))
 def test_run_7_negative_zeros_do_not_hang(subject: Subject, trial: Trial) -> None:
     """A call without them returns, so one with them does; what it returns is judged later."""
     try:
@@ -300,6 +302,6 @@ def test_run_7_negative_zeros_do_not_hang(subject: Subject, trial: Trial) -> Non
     subject.require(not zeros.refused, "raised", zeros)
 
 
-@checks_rule("RUN-7", _zeros)
+@checks_rule("RUN-7", _zeros, believed=(Phase.VALUE, 180))
 def test_run_7_negative_zeros_in_the_payload(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))

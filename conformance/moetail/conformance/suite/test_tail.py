@@ -14,7 +14,7 @@ from hypothesis.errors import NoSuchExample
 from moetail.conformance.cases import MODELS, Case
 from moetail.conformance.cases.strategies import case_strategy
 from moetail.conformance.run.call import CallSpec
-from moetail.conformance.run.check import TAIL, checks_rule
+from moetail.conformance.run.check import TAIL, Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import Tally, Trial, Violation
@@ -44,7 +44,7 @@ def _layers(plan: Plan, name: str) -> Iterator[Trial]:
         )
 
 
-@checks_rule(TAIL, _layers)
+@checks_rule(TAIL, _layers, believed=(Phase.WHOLE, 10))
 def test_tail_on_real_layers(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -57,7 +57,7 @@ def _any_source(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, "any", count, source, free=True, ranks=ranks))
 
 
-@checks_rule(TAIL, _any_source)
+@checks_rule(TAIL, _any_source, believed=(Phase.WHOLE, 20))
 def test_tail_on_every_source(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -80,7 +80,7 @@ def _batches(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, ("long", tokens), 1, fixed=fixed, free=True))
 
 
-@checks_rule(TAIL, _batches)
+@checks_rule(TAIL, _batches, believed=(Phase.WHOLE, 40))
 def test_tail_on_long_batches(subject: Subject, trial: Trial) -> None:
     subject.conforms(*subject.run(CallSpec(trial.case)))
 
@@ -91,7 +91,7 @@ def _anything(plan: Plan, name: str) -> Iterator[Trial]:
         yield from trials(draw(plan, name, "anything", 1, ranks=(ranks,)))
 
 
-@checks_rule(TAIL, _anything)
+@checks_rule(TAIL, _anything, believed=(Phase.WHOLE, 30))
 def test_tail_on_any_case(subject: Subject, trial: Trial) -> None:
     """Shapes, options, layouts and sources at will; what fails is shrunk to a small case."""
     case = trial.case

@@ -1,0 +1,21 @@
+"""Folders that a command writes into."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moetail.conformance.implementation import UsageError
+
+__all__ = ["make_folder"]
+
+
+def make_folder(option: str, path: Path | None) -> Path | None:
+    """The folder of an option, made where it is not there."""
+    if path is None:
+        return None
+    folder = path.expanduser().resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option}: {folder}: {error.strerror}; allowed: a folder") from None
+    return folder
