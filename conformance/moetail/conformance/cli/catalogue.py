@@ -44,10 +44,10 @@ def mutants(
     from moetail.conformance.catalogue import MUTANTS
     from moetail.conformance.catalogue.variants import VARIANTS
     from moetail.conformance.report import markdown
-    from moetail.conformance.report.terminal import mutants_tables
     from moetail.conformance.run.options import make_plan
     from moetail.conformance.run.results import environment
     from moetail.conformance.score.table import run_catalogue
+    from moetail.conformance.score.terminal import mutants_tables
 
     known = [item.id for item in MUTANTS] + [item.id for item in VARIANTS]
     unknown = [name for name in only or [] if name not in known]
