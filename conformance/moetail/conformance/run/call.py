@@ -87,6 +87,8 @@ class CallResult:
         refusal: "ValueError: ..." where it raised, else "".
         trace: the traceback of that.
         not_mapped: what an adapter has nothing to map to, where it raised NotMapped, else "".
+        no_memory: whether it raised since memory could not be had; an illegal access is no such
+            thing.
         changed: names of the arguments whose bits changed, the destination of ``beam_moe_finalize``
             apart, unless the call raised.
         destination: whether the returned tensor is the destination that was given; True for
@@ -98,6 +100,7 @@ class CallResult:
     refusal: str = ""
     trace: str = ""
     not_mapped: str = ""
+    no_memory: bool = False
     changed: tuple[str, ...] = ()
     destination: bool = True
     hook_calls: int = 0
@@ -217,7 +220,8 @@ class Call:
         placed: the case's arguments as they were put, for a call that reuses them.
         pairs: where the mode is not EAGER, each argument's tensor, which holds other values
             for now, and the case's values.
-        value, refusal, trace, not_mapped: what came of it, as in :class:`CallResult`.
+        value: what it returned.
+        raised: what it raised, as the fields that :class:`CallResult` has for that; else empty.
     """
 
     def __init__(
@@ -233,7 +237,7 @@ class Call:
         self.spec, self.rank, self.device = spec, rank, device
         self.workspace, self.hook = workspace, hook
         self.value: Any = None
-        self.refusal = self.trace = self.not_mapped = ""
+        self.raised: dict[str, Any] = {}
         self._function = loaded.get(spec.case.operation)
         arguments = spec.case.arguments(rank, str(device))
         if spec.reuse:
@@ -272,16 +276,14 @@ class Call:
         try:
             self.value = compute()
         except Exception as error:  # any exception is a refusal, whatever the check makes of it
-            self.value = None
-            self.refusal, self.trace = f"{type(error).__name__}: {error}", traceback.format_exc()
-            self.not_mapped = str(error) if isinstance(error, NotMapped) else ""
+            self.value, self.raised = None, _described(error)
 
     def outcome(self) -> CallResult:
         """What came of it, and what it changed; nothing may be under way on the device."""
         changed = tuple(
             name
             for name, copy in self._before.items()
-            if not (self._tensors[name] is self._destination and not self.refusal)
+            if not (self._tensors[name] is self._destination and not self.raised)
             and not same_bits(copy, self._tensors[name])
         )
         changed += self._guards.broken()
@@ -295,8 +297,23 @@ class Call:
             value = value.clone()  # a later call may write the same destination
         calls = 0 if self.hook is None else self.hook.calls
         return CallResult(
-            value, self.refusal, self.trace, self.not_mapped, changed, returned, calls
+            value, changed=changed, destination=returned, hook_calls=calls, **self.raised
         )
+
+
+# Whose exception it is may be any library's, so that only words tell.
+_NO_MEMORY = ("OutOfMemory", "out of memory", "MemoryError", "allocate memory", "MemoryAllocation")
+
+
+def _described(error: Exception) -> dict[str, Any]:
+    """What is kept of an exception: not itself, since it holds on to the arguments."""
+    refusal = f"{type(error).__name__}: {error}"
+    return {
+        "refusal": refusal,
+        "trace": traceback.format_exc(),
+        "not_mapped": str(error) if isinstance(error, NotMapped) else "",
+        "no_memory": any(word in refusal for word in _NO_MEMORY),
+    }
 
 
 def wanted(specs: tuple[CallSpec, ...]) -> list[tuple[int, int, bool]]:

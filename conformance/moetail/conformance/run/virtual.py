@@ -91,7 +91,7 @@ def execute_together(
                 )
             for rank, call in enumerate(calls):
                 outcomes[rank].append(call.outcome())
-            if any(call.refusal for call in calls):
+            if any(call.raised for call in calls):
                 workspaces.drop()
                 break
             _raise_if_lost(calls)
@@ -128,7 +128,7 @@ def _eagerly(calls: Sequence[Call], place: torch.device) -> None:
 def _on_streams(calls: Sequence[Call], place: torch.device) -> None:
     """The values arrive late on every rank's stream."""
     _eagerly(calls, place)
-    if not any(call.refusal for call in calls):
+    if not any(call.raised for call in calls):
         _at_once([partial(call.attempt, partial(late, call)) for call in calls], calls, place)
 
 
@@ -143,9 +143,9 @@ def _in_graphs(calls: Sequence[Call], place: torch.device) -> None:
             return calls[index].compute()
 
     for index, call in enumerate(calls):
-        if not any(other.refusal for other in calls):
+        if not any(other.raised for other in calls):
             call.attempt(partial(capture, index))
-    if any(call.refusal for call in calls):
+    if any(call.raised for call in calls):
         return
     for replay in range(3):
         if replay == 1:

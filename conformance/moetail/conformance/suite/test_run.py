@@ -237,7 +237,7 @@ def test_run_6_tokens_past_two_to_the_31_elements(subject: Subject, trial: Trial
         (run,) = subject.run(CallSpec(trial.case, trial.variation, snapshot=False))
     except torch.OutOfMemoryError as error:
         raise NotJudged(f"no memory for 2^31 elements: {error}") from None
-    if any(_no_memory(outcome.refusal) for outcome in run.outcomes):
+    if any(outcome.no_memory for outcome in run.outcomes):
         raise NotJudged("no memory for 2^31 elements")
     subject.returned(run)
     last = [_last_tokens(value, trial.case.tokens) for value in run.values]
@@ -249,12 +249,6 @@ def _last_tokens(value: Any, tokens: int) -> Any:
     if isinstance(value, torch.Tensor):
         return value[-tokens:]
     return tuple(None if item is None else item[-tokens:] for item in value)
-
-
-def _no_memory(refusal: str) -> bool:
-    """Whether a refusal says that memory could not be had; an illegal access is another matter."""
-    words = ("OutOfMemory", "out of memory", "MemoryError", "allocate memory", "MemoryAllocation")
-    return any(word in refusal for word in words)
 
 
 def _far(plan: Plan, name: str) -> Iterator[Trial]:
@@ -274,7 +268,7 @@ def test_run_6_offsets_past_two_to_the_31(subject: Subject, trial: Trial) -> Non
         )
     except MemoryError as error:
         raise NotJudged(f"no memory for a buffer past 2^31 elements: {error}") from None
-    if any(_no_memory(outcome.refusal) for outcome in far.outcomes):
+    if any(outcome.no_memory for outcome in far.outcomes):
         raise NotJudged("no memory for a buffer past 2^31 elements")
     subject.same(near, far, "rows past 2^31 elements gave other bits")
 
