@@ -101,6 +101,8 @@ def test_check_names_the_rule_and_writes_its_reports(tmp_path: Path, kernel: Pat
     assert report["environment"]["torch"]
     (violation,) = report["violations"]
     assert violation["rule"] == "ROUND-2"
+    assert violation["deviations"] == ["scale-before-rounding"]
+    assert (violation["explained"], violation["wrong"] > 0) == (1.0, True)
 
     suite = ElementTree.parse(tmp_path / "out/deep/junit.xml").getroot()
     cases = suite.findall(".//testcase")

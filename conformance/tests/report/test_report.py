@@ -235,6 +235,7 @@ def distributed(results: Results) -> Results:
         found="rank 0: hidden[6, 0] = 0x3f80 (1.0); admissible: 0x0000 (0.0)",
         diagnosis="ownership-floor (OWN-1) explains all of 512 wrong elements",
         deviations=("ownership-floor",),
+        wrong=512,
         explained=1.0,
         repeat=f"moetail check x.py --rule OWN-1 --case {case}",
         trace="Traceback <b>",

@@ -38,7 +38,8 @@ class TrialResult:
         found: what was wrong, or why nothing was judged.
         diagnosis: which known deviation explains it, in a sentence, or "".
         deviations: ids of the mutants that the diagnosis names.
-        explained: the share of the wrong elements that they explain.
+        wrong: wrong elements that the diagnosis looked at.
+        explained: the share of those that the mutants explain.
         repeat: the command that repeats the trial.
         trace: the implementation's traceback, where it raised.
         evidence: of a violation, the first wrong elements and where all lie, output by output (see
@@ -59,6 +60,7 @@ class TrialResult:
     found: str = ""
     diagnosis: str = ""
     deviations: tuple[str, ...] = ()
+    wrong: int = 0
     explained: float = 0.0
     repeat: str = ""
     trace: str = ""
@@ -227,7 +229,7 @@ class Results:
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:
     """What a report says of a trial: nothing that is empty."""
-    hidden = ("believed", *(() if fields["deviations"] else ("explained",)))
+    hidden = ("believed", *(() if fields["diagnosis"] else ("wrong", "explained")))
     return {
         name: value
         for name, value in fields.items()

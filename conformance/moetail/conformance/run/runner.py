@@ -177,6 +177,7 @@ def diagnosis_fields(diagnosis: Diagnosis) -> dict[str, Any]:
     return {
         "diagnosis": diagnosis.describe(),
         "deviations": tuple(item.id for item in diagnosis.deviations),
+        "wrong": diagnosis.wrong,
         "explained": diagnosis.share,
     }
 
