@@ -341,7 +341,7 @@ def _parameters() -> list[Any]:
 
 
 def test_every_aimed_source_is_tested() -> None:
-    aimed = {name for name, (_, rule) in SOURCES.items() if rule is not None}
+    aimed = {name for name, source in SOURCES.items() if source.rule is not None}
     assert aimed == {*AIMS, "ties"}
 
 

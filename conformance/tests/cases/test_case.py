@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from moetail.conformance.cases import LAYOUTS, SOURCES, Case
+from moetail.conformance.cases import CALLED, SOURCES, Case
 from moetail.conformance.cases.case import options_of
 from moetail.conformance.cases.tensors import tensors_in
+from moetail.spec import operation
 
-BOUNDARY = "beam_norm_residual_norm"
 FINALIZE = "beam_moe_finalize"
 GATHER = "beam_moe_finalize_gather_norm_residual_norm"
 ALLREDUCE = "beam_finalize_allreduce_norm_residual_norm"
@@ -86,11 +86,11 @@ def test_a_bad_id_names_its_field(text: str, field: str) -> None:
 def _each_layout() -> list[Case]:
     """Each operation in each layout, with every tensor that it may take."""
     cases = []
-    for operation, layouts in LAYOUTS.items():
+    for target in map(operation, CALLED):
         options: dict[str, Any] = {"shared": True, "post": "affine", "next": "affine"}
-        options = {name: options[name] for name in options_of(operation) & options.keys()}
-        options["top_k"] = 1 if operation == BOUNDARY else 4
-        cases += [Case(operation, layout=layout, **options) for layout in layouts]
+        options = {name: options[name] for name in options_of(target.name) & options.keys()}
+        options["top_k"] = 4 if target.has_routes else 1
+        cases += [Case(target.name, layout=layout, **options) for layout in target.layouts]
     return [*cases, Case(FINALIZE, capacity=2), Case(ALLREDUCE, routed="finalized")]
 
 
@@ -123,14 +123,13 @@ def test_replicated_arguments_are_the_same_on_all_ranks(operation: str, name: st
 
 def _every_source() -> list[Case]:
     cases = []
-    for operation in LAYOUTS:
+    for target in map(operation, CALLED):
         for source in SOURCES:
-            top_k = 1 if operation == BOUNDARY else 2
             try:
-                cases.append(Case(operation, source, 1, 3, top_k, 256))
+                cases.append(Case(target.name, source, 1, 3, 2 if target.has_routes else 1, 256))
             except ValueError:
                 continue  # a source that this operation has no use for
-    cases += [Case(operation, "moe", 1, 5, ranks=3) for operation in (GATHER, ALLREDUCE)]
+    cases += [Case(name, "moe", 1, 5, ranks=3) for name in (GATHER, ALLREDUCE)]
     return cases
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from moetail.conformance.cases import MODELS, Case, Model
+from moetail.conformance.cases.case import problem_of
 from moetail.conformance.cases.layer import MoELayer, route
-from moetail.conformance.cases.problem import problem_of
 from moetail.spec import UnfinalizedMoEOutput
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from moetail.conformance.cases import LAYOUTS, POISONS, Case
-from moetail.conformance.cases.problem import problem_of
-from moetail.conformance.cases.routing import REMOTE
+from moetail.conformance.cases import CALLED, POISONS, Case
+from moetail.conformance.cases.case import problem_of
+from moetail.conformance.cases.problem import REMOTE
 from moetail.conformance.cases.strategies import case_strategy
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, checks
 
@@ -200,7 +200,7 @@ def test_dead_weights_are_only_in_dead_slots() -> None:
         assert bool(row[row.isfinite()].abs().min() >= 1024.0)
 
 
-@pytest.mark.parametrize("operation", list(LAYOUTS))
+@pytest.mark.parametrize("operation", list(CALLED))
 def test_optional_arguments_follow_their_options(operation: str) -> None:
     case = Case(operation, top_k=1)
     names = set(case.arguments())

@@ -7,7 +7,7 @@ import re
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 
-from moetail.conformance.cases import LAYOUTS, SOURCES, Case
+from moetail.conformance.cases import CALLED, SOURCES, Case
 from moetail.conformance.cases.strategies import case_strategy
 
 QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck))
@@ -28,7 +28,7 @@ def test_every_case_has_arguments(case: Case) -> None:
         assert case.arguments(rank)
 
 
-@pytest.mark.parametrize("operation", list(LAYOUTS))
+@pytest.mark.parametrize("operation", list(CALLED))
 def test_shrinks_to_a_small_plain_case(operation: str) -> None:
     case = find(case_strategy(operation), lambda case: case.tokens >= 2, settings=QUIET)
     assert case == Case(operation, "normal", 0, 2, 1, 256)

@@ -113,6 +113,10 @@ class Operation:
         stages: of the contract, that it has; none where there is no arithmetic.
         outputs: of an operation that computes.
         counts: the role of the tensor whose first axis is T.
+        layouts: how the rows that it is given may lie, its usual way first: "plain" (one a token),
+            "capacity" (slots of K, in a tensor of rank 3), "identity" (one a route, in the order of
+            the routes), "route_major" (likewise; a route whose expert is elsewhere has a row that
+            nobody reads), "permuted" (in any order, and padded). None where it takes no rows.
         distributed: whether every rank of a group calls it together.
         bounded: whether K and H have the bounds of Beam's operations.
     """
@@ -125,6 +129,7 @@ class Operation:
     stages: tuple[str, ...] = ()
     outputs: tuple[Output, ...] = ()
     counts: str = ""
+    layouts: tuple[str, ...] = ()
     distributed: bool = False
     bounded: bool = False
 
@@ -145,6 +150,21 @@ class Operation:
     def reduces(self) -> bool:
         """Whether it sums a token's routes."""
         return "reduce" in self.stages
+
+    @property
+    def has_routes(self) -> bool:
+        """Whether it is given a row for each route, and not for each token."""
+        return bool(self.layouts) and "plain" not in self.layouts
+
+    @property
+    def remote(self) -> bool:
+        """Whether a route's expert may be on another rank, so that its place in the map is -1."""
+        return "route_major" in self.layouts
+
+    @property
+    def owns(self) -> bool:
+        """Whether each rank is given the routes of the tokens that it owns, and of no others."""
+        return self.distributed and self.capacity
 
     @property
     def permuted(self) -> bool:
@@ -255,6 +275,7 @@ _MOE_OUTPUT = (
     Argument("x.shared_output", "shared_output", dtypes=_BF16, shape=("T", "H"), optional=True),
 )
 _FINALIZE = ("reduce", "round", "scale")
+_ANY_LAYOUT = ("permuted", "route_major", "identity")
 _TAIL = ("post-norm", "residual", "next norm")
 _PAIR = (Output("hidden", "hidden"), Output("normalized", "normalized", "next_eps"))
 
@@ -270,6 +291,7 @@ CONVERT = Operation(
         Argument("top_k", "top_k", "other"),
         Argument("finalized_output", "finalized_output", "other", optional=True),
     ),
+    layouts=_ANY_LAYOUT,
 )
 ROUTE_MAJOR = Operation(
     "route_major_moe_output",
@@ -282,6 +304,7 @@ ROUTE_MAJOR = Operation(
         Argument("topk_ids", "topk_ids", "other"),
         Argument("expert_map", "expert_map", "other", optional=True),
     ),
+    layouts=("route_major",),
 )
 FINALIZE = Operation(
     "beam_moe_finalize",
@@ -300,6 +323,7 @@ FINALIZE = Operation(
     (*_FINALIZE, "post-norm"),
     (Output("output", "post_norm"),),
     counts="output",
+    layouts=("capacity",),
     bounded=True,
 )
 BOUNDARY = Operation(
@@ -311,6 +335,7 @@ BOUNDARY = Operation(
     _TAIL,
     _PAIR,
     counts="rows",
+    layouts=("plain",),
 )
 FUSED = Operation(
     "beam_moe_finalize_norm_residual_norm",
@@ -321,6 +346,7 @@ FUSED = Operation(
     (*_FINALIZE, *_TAIL),
     _PAIR,
     counts="residual",
+    layouts=("identity",),
     bounded=True,
 )
 GATHER = Operation(
@@ -339,6 +365,7 @@ GATHER = Operation(
     (*_FINALIZE, *_TAIL),
     _PAIR,
     counts="residual",
+    layouts=("identity",),
     distributed=True,
     bounded=True,
 )
@@ -364,6 +391,7 @@ MOE_OUTPUT = Operation(
     (*_FINALIZE, "shared"),
     (Output("output", "shared"),),
     counts="weights",
+    layouts=_ANY_LAYOUT,
 )
 ALLREDUCE = Operation(
     "beam_finalize_allreduce_norm_residual_norm",
@@ -374,6 +402,7 @@ ALLREDUCE = Operation(
     (*_FINALIZE, "shared", "all-reduce", *_TAIL),
     _PAIR,
     counts="weights",
+    layouts=_ANY_LAYOUT,
     distributed=True,
 )
 

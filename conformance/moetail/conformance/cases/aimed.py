@@ -35,25 +35,11 @@ from moetail.conformance.cases.arithmetic import (
     uniform,
 )
 from moetail.conformance.cases.case import Case
-from moetail.conformance.cases.problem import Problem
-from moetail.conformance.cases.routing import (
-    Routing,
-    holed_routing,
-    home_routing,
-    shards,
-    spread_routing,
-)
-from moetail.conformance.cases.source import Draws, Source
-from moetail.spec.rules import (
-    ALLREDUCE,
-    BOUNDARY,
-    CONVERT,
-    FINALIZE,
-    FUSED,
-    GATHER,
-    MOE_OUTPUT,
-    ROUTE_MAJOR,
-)
+from moetail.conformance.cases.problem import Problem, Routing
+from moetail.conformance.cases.routing import holed_routing, home_routing, spread_routing
+from moetail.conformance.cases.source import Source
+from moetail.conformance.cases.values import Draws
+from moetail.spec import operation
 
 __all__ = ["AIMED", "aimed_cases"]
 
@@ -69,7 +55,7 @@ def _need(*checks: _Check) -> _Check:
     """The first complaint of the checks; no aimed source serves operations that only convert."""
 
     def refuse(case: Case) -> str | None:
-        if case.operation in (CONVERT, ROUTE_MAJOR):
+        if not case.target.computes:
             return f"{case.operation} does no arithmetic"
         return next((why for why in (check(case) for check in checks) if why), None)
 
@@ -81,8 +67,7 @@ def _power_of_two(value: float) -> bool:
 
 
 def _routes(case: Case) -> str | None:
-    has = case.operation != BOUNDARY and case.routed == "routes"
-    return None if has else "needs routes"
+    return None if case.has_routes else "needs routes"
 
 
 def _unscaled(case: Case) -> str | None:
@@ -94,9 +79,8 @@ def _no_scales(case: Case) -> str | None:
 
 
 def _odd_scale(case: Case) -> str | None:
-    if case.operation == BOUNDARY or _power_of_two(case.routed_scale):
-        return "needs a routed_scale that is no power of two"
-    return None
+    odd = not _power_of_two(case.routed_scale)
+    return None if odd else "needs a routed_scale that is no power of two"
 
 
 def _a_norm(case: Case) -> str | None:
@@ -126,9 +110,8 @@ def _units(shape: tuple[int, ...], gen: torch.Generator, low: int = -3, high: in
 
 def _at_home(case: Case, values: Tensor) -> Tensor:
     """``[T, H]`` values as ``[W, T, H]``: rank t mod W has those of token t, the others zero."""
-    ranks = case.ranks if case.operation == ALLREDUCE else 1
-    home = torch.arange(case.tokens) % ranks
-    mine = home == torch.arange(ranks).unsqueeze(1)
+    home = torch.arange(case.tokens) % case.shards
+    mine = home == torch.arange(case.shards).unsqueeze(1)
     return torch.where(mine.unsqueeze(-1), values, 0.0)
 
 
@@ -142,7 +125,7 @@ def _plant(
     """
     shape = (case.tokens, case.top_k, case.hidden)
     rows = torch.zeros(shape, dtype=torch.float64)
-    for rank in range(shards(case)):
+    for rank in range(case.shards):
         mine = routing.owners == rank
         count = mine.sum(1)[:, None, None]
         order = torch.rand(shape, generator=gen) + mine.unsqueeze(-1)
@@ -174,13 +157,13 @@ def _problem(
     draws = Draws(case)
     routing = home_routing(case) if routing is None else routing
     if rows is None or weights is None:
-        if draws.has_routes:
+        if case.has_routes:
             rows, weights = _plant(case, routing, large, small, gen)
         else:
             rows = torch.zeros(draws.rows_shape, dtype=torch.float64)
             weights = torch.ones((case.tokens, case.top_k), dtype=torch.float64)
     finalized = torch.zeros(draws.finalized_shape, dtype=torch.float64)
-    if not draws.has_routes:
+    if not case.has_routes:
         finalized[: large.shape[0]] = large
     zero_residual = torch.zeros(draws.residual_shape, dtype=torch.float64)
     zero_shared = torch.zeros(draws.shared_shape, dtype=torch.float64)
@@ -268,7 +251,7 @@ def _ties(down: float, up: float) -> Callable[[Case], Problem]:
         unit = _units(size, gen)
         large = (low + above) * unit
         small = (part - above.double()) * unit
-        if _routes(case):
+        if not case.has_routes:
             return _addend(case, large, small)
         if case.top_k > 1:
             return _problem(case, large=_at_home(case, large), small=_at_home(case, small))
@@ -289,11 +272,9 @@ def _ties(down: float, up: float) -> Callable[[Case], Problem]:
 
 
 def _ties_addend(case: Case) -> str | None:
-    if not _routes(case):
+    if case.has_routes or case.shared:
         return None
-    if case.operation == MOE_OUTPUT and not case.shared:
-        return "needs routes or a shared part"
-    return None if case.shared else _no_post(case)
+    return _no_post(case) if case.target.has_boundary else "needs routes or a shared part"
 
 
 # ROUND-1: FP32 accumulation; ROUTE-3: the weights' dtype. ----------------------------------------
@@ -320,7 +301,7 @@ def _accumulate(case: Case) -> Problem:
     weights = torch.where(count == 1, 128.0, weights)
     rows = torch.zeros((*shape, case.hidden), dtype=torch.float64)
     # One partial sum for each owner; the last entry is REMOTE's.
-    sums = torch.zeros((shards(case) + 1, *_size(case)), dtype=torch.float64)
+    sums = torch.zeros((case.shards + 1, *_size(case)), dtype=torch.float64)
     token = torch.arange(case.tokens)
     for slot in range(case.top_k):
         owner = routing.owners[:, slot]
@@ -475,8 +456,7 @@ def _double(case: Case) -> Problem:
 
 
 def _double_shows(case: Case) -> str | None:
-    scaled = case.operation != BOUNDARY and case.scales is None
-    if not scaled or not len(_double_table(case.routed_scale)):
+    if case.scales is not None or not len(_double_table(case.routed_scale)):
         return "needs a routed_scale with such midpoints, such as 17/7"
     return None
 
@@ -804,7 +784,7 @@ def _allreduce(case: Case) -> Problem:
 
 
 def _allreduce_needs(case: Case) -> str | None:
-    if case.operation != ALLREDUCE or case.ranks < 2:
+    if case.shards < 2:
         return "needs an all-reduce over 2 or more ranks"
     if case.top_k == 1 and not case.shared and case.routed == "routes":
         return "needs top_k >= 2, a shared part, or a finalized one"
@@ -823,7 +803,7 @@ def _holes(case: Case) -> Problem:
     # Row 0 and the last row, in whatever layout, are of the first and the last expert of a rank,
     # or of the first and the last route.
     loud = torch.zeros(shape[:2], dtype=torch.bool)
-    for rank in range(shards(case)):
+    for rank in range(case.shards):
         mine = routing.owners == rank
         if bool(mine.any()):
             ids = routing.ids[mine]
@@ -846,7 +826,7 @@ def _holes(case: Case) -> Problem:
 
 
 def _holes_need(case: Case) -> str | None:
-    if case.operation not in (CONVERT, ROUTE_MAJOR, MOE_OUTPUT, ALLREDUCE):
+    if not case.target.remote:
         return f"{case.operation} has no -1 routes"
     if case.routed != "routes":
         return "needs routes"
@@ -877,20 +857,46 @@ def _hidden_needs(case: Case) -> str | None:
 
 
 def _scale_round_needs(case: Case) -> str | None:
-    if case.operation not in (FINALIZE, FUSED, GATHER):
+    if case.target.takes("shared_output"):
         return f"does not apply to {case.operation}; source shared does"
     if case.post != "none":
         return _small_eps(case)
-    return "needs post" if case.operation == FINALIZE else _no_scales(case)
+    return _no_scales(case) if case.target.has_boundary else "needs post"
 
+
+# The sources, each with the options under which it shows most, tried in turn. --------------------
+
+_NEXT: dict[str, Any] = {"next": "norm"}
+_AFFINE: dict[str, Any] = {"next": "affine"}
+_POST: dict[str, Any] = {"post": "norm"}
+_NORMED: tuple[dict[str, Any], ...] = (_POST, {"post": "affine"}, _NEXT, _AFFINE)
+_SCALES: tuple[dict[str, Any], ...] = tuple(
+    {"routed_scale": scale} for scale in (2.5, 1.5, 0.75, 16 / 3)
+)
+_DOUBLING = (17 / 7, 7 / 24, 11 / 7)  # found by search: the most mantissas with such midpoints
 
 AIMED = (
-    Source("ties", "sums on midpoints, either neighbour even", _ties(0.46, 0.46), "ROUND-3", _TIES),
     Source(
-        "ties-down", "sums on midpoints that go towards zero", _ties(1.0, 0.0), "ROUND-3", _TIES
+        "ties",
+        "sums on midpoints, either neighbour even",
+        _ties(0.46, 0.46),
+        "ROUND-3",
+        _TIES,
+        ({}, {"shared": True}, {"shared": True, "routed": "finalized"}),
     ),
     Source(
-        "ties-up", "sums on midpoints that go away from zero", _ties(0.0, 1.0), "ROUND-3", _TIES
+        "ties-down",
+        "sums on midpoints that go towards zero",
+        _ties(1.0, 0.0),
+        "ROUND-3",
+        _TIES,
+    ),
+    Source(
+        "ties-up",
+        "sums on midpoints that go away from zero",
+        _ties(0.0, 1.0),
+        "ROUND-3",
+        _TIES,
     ),
     Source("ties-near", "sums just beside a midpoint", _ties(0.0, 0.0), "ROUND-3", _TIES),
     Source(
@@ -906,6 +912,7 @@ AIMED = (
         _weights,
         "ROUTE-3",
         _REDUCTION,
+        ({}, {"weights": "bf16"}, {"weights": "fp16"}),
     ),
     Source(
         "scale",
@@ -913,6 +920,7 @@ AIMED = (
         _scale,
         "ROUND-2",
         _need(_routes, _odd_scale, _order_shows, _no_scales),
+        (*_SCALES, {"routed_scale": -2.5}),
     ),
     Source(
         "scale-round",
@@ -920,6 +928,7 @@ AIMED = (
         _scale_round,
         "ROUND-2",
         _need(_routes, _odd_scale, _product_shows, _scale_round_needs),
+        tuple(scale | more for more in ({}, _POST) for scale in _SCALES[:3]),
     ),
     Source(
         "scale-double",
@@ -927,6 +936,7 @@ AIMED = (
         _double,
         "ROUND-2",
         _need(_routes, _no_post, _double_shows),
+        tuple({"routed_scale": scale} for scale in _DOUBLING),
     ),
     Source(
         "norm-affine",
@@ -934,6 +944,7 @@ AIMED = (
         _norm_affine,
         "ROUND-4",
         _need(_a_norm, _unscaled, _site_reachable, _small_eps, _affine_needs),
+        ({"post": "affine"}, _AFFINE),
     ),
     Source(
         "norm-eps",
@@ -941,12 +952,23 @@ AIMED = (
         _norm_eps,
         "ROUND-4",
         _need(_a_norm, _unscaled, _site_reachable, _small_eps, _eps_needs),
+        _NORMED,
     ),
     Source(
-        "norm-mean", "norms so near a midpoint that H - 1 falls short", _norm_mean, "ROUND-4", _NORM
+        "norm-mean",
+        "norms so near a midpoint that H - 1 falls short",
+        _norm_mean,
+        "ROUND-4",
+        _NORM,
+        _NORMED,
     ),
     Source(
-        "norm-outlier", "one element holds half of a row's energy", _norm_outlier, "ROUND-4", _NORM
+        "norm-outlier",
+        "one element holds half of a row's energy",
+        _norm_outlier,
+        "ROUND-4",
+        _NORM,
+        _NORMED,
     ),
     Source(
         "norm-prenorm",
@@ -954,6 +976,7 @@ AIMED = (
         _norm_unrounded,
         "ROUND-4",
         _need(_routes, _unscaled, _prenorm_needs, _small_eps, _two_local),
+        _NORMED[:2],
     ),
     Source(
         "residual",
@@ -961,6 +984,7 @@ AIMED = (
         _residual,
         "ROUND-5",
         _need(_unscaled, _no_post, _residual_needs),
+        ({"scales": (0.7, 1.3)}, {"scales": (1.0, 0.3)}, {"scales": (0.3, 1.0)}),
     ),
     Source(
         "residual-double",
@@ -968,6 +992,7 @@ AIMED = (
         _double,
         "ROUND-5",
         _need(_unscaled, _no_post, _double_residual_shows),
+        tuple({"scales": (scale, 1.0)} for scale in _DOUBLING),
     ),
     Source(
         "hidden",
@@ -975,6 +1000,7 @@ AIMED = (
         _norm_unrounded,
         "ROUND-6",
         _need(_unscaled, _no_post, _no_scales, _hidden_needs, _small_eps),
+        (_NEXT, _AFFINE),
     ),
     Source(
         "shared",
@@ -982,6 +1008,11 @@ AIMED = (
         _shared,
         "ROUND-7",
         _need(_shared_needs, _no_scales),
+        (
+            {"shared": True, "routed_scale": 2.5},
+            {"shared": True},
+            {"shared": True, "routed_scale": 1.5, "routed": "finalized"},
+        ),
     ),
     Source(
         "allreduce",
@@ -989,6 +1020,7 @@ AIMED = (
         _allreduce,
         "ROUND-7",
         _need(_allreduce_needs, _unscaled),
+        ({}, {"post": "norm"}, {"shared": True}, {"routed": "finalized"}),
     ),
     Source(
         "routes",
@@ -996,56 +1028,18 @@ AIMED = (
         _holes,
         "ROUTE-1",
         _holes_need,
+        (
+            {"local": 0.5},
+            {"local": 0.5, "layout": "route_major"},
+            {"local": 0.5, "layout": "identity"},
+            {"local": 0.5, "poison": "random"},
+        ),
     ),
 )
-
-
-# The options under which each source shows most, tried in turn on every operation. ---------------
-
-_NEXT: dict[str, Any] = {"next": "norm"}
-_AFFINE: dict[str, Any] = {"next": "affine"}
-_POST: dict[str, Any] = {"post": "norm"}
-_NORMED: tuple[dict[str, Any], ...] = (_POST, {"post": "affine"}, _NEXT, _AFFINE)
-_PLAIN: tuple[dict[str, Any], ...] = ({},)
-_SCALES: tuple[dict[str, Any], ...] = tuple(
-    {"routed_scale": scale} for scale in (2.5, 1.5, 0.75, 16 / 3)
-)
-_DOUBLING = (17 / 7, 7 / 24, 11 / 7)  # found by search: the most mantissas with such midpoints
-_OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "ties": ({}, {"shared": True}, {"shared": True, "routed": "finalized"}),
-    "ties-down": _PLAIN,
-    "ties-up": _PLAIN,
-    "ties-near": _PLAIN,
-    "accumulate": _PLAIN,
-    "weights": ({}, {"weights": "bf16"}, {"weights": "fp16"}),
-    "scale": (*_SCALES, {"routed_scale": -2.5}),
-    "scale-double": tuple({"routed_scale": scale} for scale in _DOUBLING),
-    "residual-double": tuple({"scales": (scale, 1.0)} for scale in _DOUBLING),
-    "scale-round": tuple(scale | more for more in ({}, _POST) for scale in _SCALES[:3]),
-    "norm-affine": ({"post": "affine"}, _AFFINE),
-    "norm-eps": _NORMED,
-    "norm-mean": _NORMED,
-    "norm-outlier": _NORMED,
-    "norm-prenorm": _NORMED[:2],
-    "residual": ({"scales": (0.7, 1.3)}, {"scales": (1.0, 0.3)}, {"scales": (0.3, 1.0)}),
-    "hidden": (_NEXT, _AFFINE),
-    "shared": (
-        {"shared": True, "routed_scale": 2.5},
-        {"shared": True},
-        {"shared": True, "routed_scale": 1.5, "routed": "finalized"},
-    ),
-    "allreduce": ({}, {"post": "norm"}, {"shared": True}, {"routed": "finalized"}),
-    "routes": (
-        {"local": 0.5},
-        {"local": 0.5, "layout": "route_major"},
-        {"local": 0.5, "layout": "identity"},
-        {"local": 0.5, "poison": "random"},
-    ),
-}
 
 
 def aimed_cases(
-    operation: str,
+    name: str,
     *,
     source: str | None = None,
     ranks: int = 1,
@@ -1058,16 +1052,16 @@ def aimed_cases(
 
     Sources and options that do not apply to the operation are left out.
     """
-    if operation == BOUNDARY:
+    if not operation(name).has_routes:
         top_k = 1
     made = []
     for item in AIMED:
         if source not in (None, item.name):
             continue
-        for options in _OPTIONS[item.name]:
-            more = options if ranks == 1 else options | {"ranks": ranks}
+        for options in item.options:
+            more = dict(options) if ranks == 1 else {**options, "ranks": ranks}
             try:
-                made.append(Case(operation, item.name, seed, tokens, top_k, hidden, **more))
+                made.append(Case(name, item.name, seed, tokens, top_k, hidden, **more))
             except ValueError:
                 continue  # does not apply
     return made

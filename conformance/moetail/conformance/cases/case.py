@@ -10,131 +10,84 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from moetail.conformance.cases import ids
+from moetail.conformance.cases.arithmetic import generator, integers
+from moetail.conformance.cases.layouts import (
+    capacity_slots,
+    permuted_rows,
+    poisoned,
+    route_major_rows,
+)
 from moetail.conformance.cases.models import MODELS
-from moetail.spec.rules import (
-    ALLREDUCE,
-    BOUNDARY,
-    CONVERT,
-    FINALIZE,
-    FUSED,
-    GATHER,
-    MOE_OUTPUT,
-    ROUTE_MAJOR,
+from moetail.conformance.cases.problem import Problem
+from moetail.conformance.cases.source import SOURCES
+from moetail.conformance.cases.tensors import mapped, tensors_in
+from moetail.spec import (
+    OPERATIONS,
+    MoEOutput,
+    Operation,
+    UnfinalizedMoEOutput,
+    operation,
+    owned_tokens,
+    tokens_per_rank,
 )
 
-__all__ = ["LAYOUTS", "POISONS", "STRATEGIES", "WEIGHT_DTYPES", "Arguments", "Case", "options_of"]
+__all__ = [
+    "CALLED",
+    "POISONS",
+    "WEIGHT_DTYPES",
+    "Arguments",
+    "Case",
+    "options_of",
+    "problem_of",
+]
 
 Arguments = dict[str, Any]
+
+CALLED = tuple(item.name for item in OPERATIONS if item.layouts)
+"""The operations that there are cases of: all but the workspace."""
 
 POISONS = ("nan", "inf", "huge", "random")
 WEIGHT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 NORMS = ("none", "norm", "affine")
 
-# The layouts that each operation takes, its usual one first. "plain": no routes at all.
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    CONVERT: ("permuted", "route_major", "identity"),
-    ROUTE_MAJOR: ("route_major",),
-    FINALIZE: ("capacity",),
-    BOUNDARY: ("plain",),
-    FUSED: ("identity",),
-    GATHER: ("identity",),
-    MOE_OUTPUT: ("permuted", "route_major", "identity"),
-    ALLREDUCE: ("permuted", "route_major", "identity"),
-}
-STRATEGIES: dict[str, tuple[str, ...]] = {
-    FUSED: ("fused", "unfused"),
-    GATHER: ("oneshot", "twoshot", "unfused"),
-}
-_HAS_POST = (FINALIZE, BOUNDARY, FUSED, GATHER, ALLREDUCE)
-_HAS_BOUNDARY = (BOUNDARY, FUSED, GATHER, ALLREDUCE)
-_HAS_REMOTE = (CONVERT, ROUTE_MAJOR, MOE_OUTPUT, ALLREDUCE)
-_HAS_OUTPUT = (MOE_OUTPUT, ALLREDUCE)
-_BOUNDED = (FINALIZE, FUSED, GATHER)  # 256 <= H <= 8192, H % 256 == 0
+# The layouts in which token slots may follow the live ones.
+_SLOTS = {"capacity", "identity"}
 
 # The operations that an option means something to; options not listed apply to all.
-_APPLIES: dict[str, tuple[str, ...]] = {
-    "ranks": (GATHER, ALLREDUCE),
-    "weights": _HAS_REMOTE,
-    "capacity": (FINALIZE, FUSED, GATHER, CONVERT, MOE_OUTPUT, ALLREDUCE),
-    "routed_scale": (FINALIZE, FUSED, GATHER, *_HAS_OUTPUT),
-    "post": _HAS_POST,
-    "next": _HAS_BOUNDARY,
-    "scales": _HAS_BOUNDARY,
-    "shared": _HAS_OUTPUT,
-    "local": _HAS_REMOTE,
-    "routed": (CONVERT, *_HAS_OUTPUT),
-    "flat": (CONVERT, ROUTE_MAJOR),
-    "aliased": (CONVERT,),
-    "strategy": tuple(STRATEGIES),
-    "poison": tuple(name for name in LAYOUTS if name != BOUNDARY),
+_APPLIES: dict[str, Callable[[Operation], bool]] = {
+    "ranks": lambda item: item.distributed,
+    "weights": lambda item: item.remote,
+    "capacity": lambda item: not _SLOTS.isdisjoint(item.layouts),
+    "routed_scale": lambda item: item.takes("routed_scale"),
+    "post": lambda item: item.takes("post_eps"),
+    "next": lambda item: item.takes("next_eps"),
+    "scales": lambda item: item.takes("scales"),
+    "shared": lambda item: item.takes("shared_output"),
+    "local": lambda item: item.remote,
+    "routed": lambda item: item.takes("finalized") or item.takes("do_finalize"),
+    "flat": lambda item: not item.computes,
+    "aliased": lambda item: item.takes("finalized_output"),
+    "strategy": lambda item: bool(item.strategies),
+    "poison": lambda item: item.has_routes,
 }
 
 # Fields that say how the values are wrapped, not what they are: cases that differ in nothing else
 # draw the same values, which makes them comparable (PACK-2, ROUTE-2, OWN-4).
 _WRAPPING = ("operation", "layout", "capacity", "poison", "strategy", "tile", "flat", "aliased")
 
-# The id's name of each option, in the order in which an id lists them.
-_OPTIONS = {
-    "seed": "seed",
-    "ranks": "ranks",
-    "layout": "layout",
-    "weights": "weights",
-    "capacity": "cap",
-    "routed_scale": "scale",
-    "post": "post",
-    "post_eps": "posteps",
-    "next": "next",
-    "next_eps": "nexteps",
-    "scales": "scales",
-    "shared": "shared",
-    "routed": "routed",
-    "strategy": "strategy",
-    "model": "model",
-    "experts": "experts",
-    "local": "local",
-    "tile": "tile",
-    "flat": "flat",
-    "aliased": "aliased",
-    "poison": "poison",
-}
-_FIELD_OF = {name: field_name for field_name, name in _OPTIONS.items()}
+
+@functools.cache
+def options_of(name: str) -> frozenset[str]:
+    """The options, of those that not every operation has, that mean something to this one."""
+    return frozenset(option for option, applies in _APPLIES.items() if applies(operation(name)))
 
 
-def _number(value: float) -> str:
-    text = repr(float(value))
-    return (text.removesuffix(".0")).replace("e+", "e")
-
-
-def _flag(text: str) -> bool:
-    if text not in ("yes", "no"):
-        raise ValueError("yes or no")
-    return text == "yes"
-
-
-def _scales(text: str) -> tuple[float, float]:
-    x_scale, r_scale = text.split("x")
-    return float(x_scale), float(r_scale)
-
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "int": int,
-    "float": float,
-    "bool": _flag,
-    "str": str,
-    "str | None": str,
-    "tuple[float, float] | None": _scales,
-}
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return _number(value)
-    if isinstance(value, tuple):
-        return "x".join(_number(part) for part in value)
-    return str(value)
+@functools.cache
+def _default(name: str) -> Any:
+    return next(item.default for item in dataclasses.fields(Case) if item.name == name)
 
 
 @dataclass(frozen=True)
@@ -200,19 +153,22 @@ class Case:
     aliased: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        self._one_of("operation", tuple(LAYOUTS))
+        self._one_of("operation", CALLED)
         for name in ("routed_scale", "local", "post_eps", "next_eps"):
             object.__setattr__(self, name, float(getattr(self, name)))
         if self.scales is not None:
             object.__setattr__(self, "scales", (float(self.scales[0]), float(self.scales[1])))
         if not self.layout:
-            object.__setattr__(self, "layout", LAYOUTS[self.operation][0])
+            object.__setattr__(self, "layout", self.target.layouts[0])
         self._check_model()
         if not self.experts:
             object.__setattr__(self, "experts", self._default_experts())
         self._check_sizes()
         self._check_options()
-        self._check_source()
+        self._one_of("source", tuple(SOURCES))
+        why = SOURCES[self.source].refuse(self)
+        if why is not None:
+            self._fail("source", why)
 
     def _fail(self, name: str, allowed: str) -> None:
         raise ValueError(f"{name}: {getattr(self, name)!r}; {allowed}")
@@ -221,17 +177,11 @@ class Case:
         if getattr(self, name) not in allowed:
             self._fail(name, f"must be one of {', '.join(map(str, allowed))}")
 
-    def _only(self, name: str, operations: tuple[str, ...]) -> None:
-        """A field that means nothing to the operation keeps its default, so that ids are unique."""
-        if self.operation not in operations and getattr(self, name) != _default(name):
-            self._fail(name, f"does not apply to {self.operation}")
-
     def _default_experts(self) -> int:
         if self.model is not None:
             return MODELS[self.model].experts
         # Enough for every rank of an expert-parallel group to hold all routes of a token.
-        sharded = self.ranks if self.operation == ALLREDUCE else 1
-        return max(8, 2 * self.top_k, sharded * self.top_k)
+        return max(8, 2 * self.top_k, self.shards * self.top_k)
 
     def _check_model(self) -> None:
         if self.model is not None:
@@ -245,9 +195,7 @@ class Case:
                 self._fail(name, f"must be >= {least}")
         if not 1 <= self.top_k <= 32:
             self._fail("top_k", "must lie in 1..32")
-        if self.operation in _BOUNDED and not (
-            256 <= self.hidden <= 8192 and self.hidden % 256 == 0
-        ):
+        if self.target.bounded and not (256 <= self.hidden <= 8192 and self.hidden % 256 == 0):
             self._fail("hidden", "must be a multiple of 256 in 256..8192")
         if self.hidden < 1:
             self._fail("hidden", "must be >= 1")
@@ -267,16 +215,17 @@ class Case:
             self._fail("scales", "must be finite")
 
     def _check_options(self) -> None:
-        self._one_of("layout", LAYOUTS[self.operation])
+        self._one_of("layout", self.target.layouts)
         self._one_of("weights", tuple(WEIGHT_DTYPES))
         self._one_of("post", NORMS)
         self._one_of("next", NORMS)
         self._one_of("poison", POISONS)
         self._one_of("routed", ("routes", "finalized"))
-        self._one_of("strategy", (None, *STRATEGIES.get(self.operation, ())))
-        for name, operations in _APPLIES.items():
-            self._only(name, operations)
-        if self.operation == BOUNDARY:
+        self._one_of("strategy", (None, *self.target.strategies))
+        for name in _APPLIES:  # what means nothing keeps its default, so that ids are unique
+            if name not in options_of(self.operation) and getattr(self, name) != _default(name):
+                self._fail(name, f"does not apply to {self.operation}")
+        if not self.target.has_routes:
             for name, value in (("top_k", 1), ("experts", 8)):
                 if getattr(self, name) != value:
                     self._fail(name, f"must be {value} for {self.operation}, which has no routes")
@@ -287,7 +236,7 @@ class Case:
             self._fail("aliased", "needs routed finalized")
         if self.tile != 8 and self.layout != "permuted":
             self._fail("tile", "needs layout permuted")
-        if self.capacity and self.operation in _HAS_REMOTE and self.layout != "identity":
+        if self.capacity and self.layout not in _SLOTS:
             self._fail("capacity", f"does not apply to layout {self.layout}")
         if self.routed == "finalized":
             unused: tuple[tuple[str, Any], ...] = (
@@ -295,37 +244,42 @@ class Case:
                 ("local", 1.0),
                 ("tile", 8),
                 ("capacity", 0),
-                ("layout", LAYOUTS[self.operation][0]),
+                ("layout", self.target.layouts[0]),
             )
             for name, value in unused:
                 if getattr(self, name) != value:
                     self._fail(name, "does not apply to routed finalized, which has no routes")
 
-    def _check_source(self) -> None:
-        from moetail.conformance.cases.sources import SOURCES, refusal
+    @functools.cached_property
+    def target(self) -> Operation:
+        """The operation that is called, as an object."""
+        return operation(self.operation)
 
-        self._one_of("source", tuple(SOURCES))
-        why = refusal(self)
-        if why is not None:
-            self._fail("source", why)
+    @property
+    def has_routes(self) -> bool:
+        """Whether the call is given routes, and not a part that is finalized already."""
+        return self.target.has_routes and self.routed == "routes"
+
+    @property
+    def shards(self) -> int:
+        """Ranks that the experts are sharded over; where ranks own tokens, each has all experts."""
+        return 1 if self.target.owns else self.ranks
 
     @functools.cached_property
     def id(self) -> str:
         """The canonical id: operation/source/sizes, then every option that is not its default."""
-        sizes = f"T{self.tokens}-K{self.top_k}-H{self.hidden}"
-        options = []
-        for name, short in _OPTIONS.items():
-            value = getattr(self, name)
-            if value != self._usual(name):
-                options.append(f"{short}:{_show(value)}")
-        parts = [self.operation, self.source, sizes]
-        if options:
-            parts.append("+".join(options))
-        return "/".join(parts)
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return ids.written(
+            {
+                name: value
+                for name, value in values.items()
+                if name not in ids.OPTIONS or value != self._usual(name)
+            }
+        )
 
     def _usual(self, name: str) -> Any:
         if name == "layout":
-            return LAYOUTS[self.operation][0]
+            return self.target.layouts[0]
         if name == "experts":
             return self._default_experts()
         return _default(name)
@@ -336,33 +290,9 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> Case:
         """The case of that id; ValueError names the field that is wrong."""
-        parts = text.strip().split("/")
-        if not 3 <= len(parts) <= 4:
-            raise ValueError(
-                f"id: {text!r} must read operation/source/T..-K..-H.. or, with options, "
-                "operation/source/T..-K..-H../option:value+option:value"
-            )
-        values: dict[str, Any] = {"operation": parts[0], "source": parts[1]}
-        sizes = parts[2].split("-")
-        if len(sizes) != 3:
-            raise ValueError(f"sizes: {parts[2]!r} must read T..-K..-H..")
-        for letter, name, size in zip("TKH", ("tokens", "top_k", "hidden"), sizes, strict=True):
-            if not (size[:1] == letter and size[1:].isdecimal()):
-                raise ValueError(f"{name}: {size!r} must read {letter} and a number")
-            values[name] = int(size[1:])
-        kinds = {item.name: str(item.type) for item in dataclasses.fields(cls)}
-        for option in parts[3].split("+") if len(parts) == 4 else ():
-            short, _, shown = option.partition(":")
-            if short not in _FIELD_OF:
-                raise ValueError(f"{short}: no such option; known: {', '.join(_FIELD_OF)}")
-            name = _FIELD_OF[short]
-            if name in values:
-                raise ValueError(f"{short}: given twice")
-            try:
-                values[name] = _PARSERS[kinds[name]](shown)
-            except ValueError as error:
-                raise ValueError(f"{short}: cannot read {shown!r}: {error}") from None
-        return cls(**values)
+        return cls(
+            **ids.read(text, {item.name: str(item.type) for item in dataclasses.fields(cls)})
+        )
 
     @property
     def elements(self) -> int:
@@ -393,18 +323,134 @@ class Case:
         Every rank makes its own from the case alone. Tensors are fresh on every call: the caller
         may change them.
         """
-        from moetail.conformance.cases.problem import make_arguments
-
         if not 0 <= rank < self.ranks:
             raise ValueError(f"rank: {rank}; must lie in 0..{self.ranks - 1}")
-        return make_arguments(self, rank, torch.device(device))
+        place = torch.device(device)
+        made: Arguments = mapped(_call(self, rank), lambda tensor: tensor.to(place))
+        if self.aliased:
+            ((_, made["finalized_output"]),) = tensors_in(made["flashinfer_output"])
+        return made
 
 
-def options_of(operation: str) -> frozenset[str]:
-    """The options, of those that not every operation has, that mean something to this one."""
-    return frozenset(name for name, operations in _APPLIES.items() if operation in operations)
+# --- from values to arguments ---------------------------------------------------------------------
 
 
-@functools.cache
-def _default(name: str) -> Any:
-    return next(item.default for item in dataclasses.fields(Case) if item.name == name)
+def _problem(case: Case) -> Problem:
+    made = SOURCES[case.source].make(case)
+    return dataclasses.replace(made, weights=made.weights.to(WEIGHT_DTYPES[case.weights]))
+
+
+# The ranks of a case follow each other. Small cases come again with the next implementation, of
+# which the catalogue has many.
+_last = functools.lru_cache(maxsize=1)(_problem)
+_small = functools.lru_cache(maxsize=1024)(_problem)
+_SMALL = 1 << 15  # elements: 64 KiB of rows
+
+
+def problem_of(case: Case) -> Problem:
+    """The values of a case. Not to be changed: it may be shared by later calls."""
+    return (_small if case.elements <= _SMALL else _last)(case)
+
+
+def _call(case: Case, rank: int) -> Arguments:
+    """The arguments by name: each is put where the operation says that its role lies."""
+    call: Arguments = {}
+    if case.target.takes("map"):
+        nothing: Any = None
+        x = UnfinalizedMoEOutput(nothing, nothing, nothing, case.layout == "route_major")
+        call["x"] = MoEOutput(x) if case.target.permuted else x
+    values = _values(case, problem_of(case), rank)
+    for item in case.target.arguments:
+        if item.role in values:
+            call = item.put(call, values[item.role])
+    return call
+
+
+def _values(case: Case, problem: Problem, rank: int) -> Arguments:
+    """The arguments by role; there may be more than the operation takes."""
+    gen = generator(case.id, "layout", rank)
+    made: Arguments = {
+        "do_finalize": case.routed == "finalized",
+        "num_tokens": case.tokens,
+        "top_k": case.top_k,
+        "residual": problem.residual.clone(),
+        "routed_scale": case.routed_scale,
+        "scales": case.scales,
+        "shared_output": problem.shared[rank].clone() if case.shared else None,
+        "strategy": case.strategy,
+    }
+    for norm in ("post", "next"):
+        kind = getattr(case, norm)
+        weight: Tensor = getattr(problem, f"{norm}_weight")
+        made[f"{norm}_weight"] = weight.clone() if kind == "affine" else None
+        made[f"{norm}_eps"] = None if kind == "none" else getattr(case, f"{norm}_eps")
+    if case.has_routes:
+        made |= (_routes if case.target.remote else _slots)(case, problem, rank, gen)
+    else:
+        part = problem.finalized[rank].clone()
+        made["rows" if case.layout == "plain" else "finalized"] = part
+        made["flashinfer_output"] = part if case.flat else [part]
+    if case.target.takes("output"):
+        made["output"] = poisoned((case.tokens, case.hidden), case.poison, gen)
+    return made
+
+
+def _slots(case: Case, problem: Problem, rank: int, gen: torch.Generator) -> Arguments:
+    """Token slots: the live ones that the rank has, then poison in rows and weights alike."""
+
+    def slots(values: Tensor, extra: int) -> Tensor:
+        return capacity_slots(values, extra=extra, poison=case.poison, gen=gen)
+
+    if not case.target.takes("map"):
+        # Weights may stop anywhere between the live slots and the capacity.
+        extra = int(integers(0, case.capacity, (1,), gen))
+        weights = slots(problem.weights, extra)
+        return {"weights": weights, "rows": slots(problem.rows, case.capacity)}
+    owned = owned_tokens(case.tokens, case.ranks, rank)
+    extra = tokens_per_rank(case.tokens, case.ranks) - len(owned) + case.capacity
+    rows, weights = (
+        slots(values[owned.start : owned.stop], extra) for values in (problem.rows, problem.weights)
+    )
+    # The map is the identity past the live slots too, as a kernel that never looks at liveness
+    # leaves it.
+    index = torch.arange(weights.numel(), dtype=torch.int32).view(weights.shape)
+    return {"rows": rows.flatten(0, 1), "weights": weights, "map": index}
+
+
+def _routes(case: Case, problem: Problem, rank: int, gen: torch.Generator) -> Arguments:
+    """The rank's routes in the case's layout; all others are -1."""
+    routing = problem.routing
+    local = routing.owners == rank
+    weights = problem.weights.clone()
+    if problem.dead_weights is not None:
+        weights = torch.where(local, weights, problem.dead_weights.to(weights.dtype))
+    if case.layout == "permuted":
+        rows, index = permuted_rows(
+            problem.rows,
+            local,
+            routing.ids,
+            tile=case.tile,
+            poison=case.poison,
+            gen=gen,
+            tight=problem.tight,
+        )
+    else:
+        rows, index = route_major_rows(problem.rows, local, poison=case.poison, gen=gen)
+        if case.capacity:
+            extra = case.capacity * case.top_k
+            rows = capacity_slots(rows, extra=extra, poison=case.poison, gen=gen)
+    made: Arguments = {"rows": rows, "weights": weights, "map": index}
+    if case.target.takes("flashinfer_output"):
+        named = (weights.reshape(-1), index.reshape(-1)) if case.flat else (weights, index)
+        made["flashinfer_output"] = [rows, *named]
+    if case.target.takes("topk_ids"):
+        made["routes"] = rows if case.flat else rows.view(case.tokens, case.top_k, case.hidden)
+        made["topk_weights"] = weights
+        made["topk_ids"] = routing.ids.to(torch.int32)
+        made["expert_map"] = None
+        if case.local < 1.0:
+            held = routing.holders == rank
+            negative = -integers(1, 3, (case.experts,), gen).long()
+            numbers = torch.where(held, held.cumsum(0) - 1, negative)
+            made["expert_map"] = numbers.to(torch.int32)
+    return made

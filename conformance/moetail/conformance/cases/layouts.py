@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from moetail.conformance.cases.arithmetic import coins, integers
-from moetail.spec import UnfinalizedMoEOutput
 
-__all__ = ["capacity_slots", "identity_rows", "permuted_rows", "poisoned", "route_major_rows"]
+__all__ = ["capacity_slots", "permuted_rows", "poisoned", "route_major_rows"]
 
 _LARGEST = 3.3895e38  # rounds to BF16's largest finite number
 
@@ -93,18 +92,3 @@ def capacity_slots(values: Tensor, *, extra: int, poison: str, gen: torch.Genera
     weights, or of plain rows."""
     dead = poisoned((extra, *values.shape[1:]), poison, gen, values.dtype)
     return torch.cat([values, dead])
-
-
-def identity_rows(
-    rows: Tensor, weights: Tensor, *, extra: int, poison: str, gen: torch.Generator
-) -> UnfinalizedMoEOutput:
-    """Capacity slots as an :class:`UnfinalizedMoEOutput`: token-major rows, the identity map.
-
-    The slots past the live ones hold poison in rows and weights alike; their map is the identity
-    too, as a kernel that never looks at liveness leaves it.
-    """
-    tokens, top_k, hidden = rows.shape
-    slots = capacity_slots(rows, extra=extra, poison=poison, gen=gen)
-    all_weights = capacity_slots(weights, extra=extra, poison=poison, gen=gen)
-    index = torch.arange((tokens + extra) * top_k, dtype=torch.int32)
-    return UnfinalizedMoEOutput(slots.view(-1, hidden), all_weights, index.view(-1, top_k))

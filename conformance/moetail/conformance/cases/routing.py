@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from moetail.conformance.cases.arithmetic import generator
 from moetail.conformance.cases.case import Case
-from moetail.spec.rules import ALLREDUCE
+from moetail.conformance.cases.problem import REMOTE, Routing
 
 __all__ = [
-    "REMOTE",
-    "Routing",
     "expert_owners",
     "holed_routing",
     "home_routing",
     "planned_routing",
     "random_routing",
-    "shards",
     "spread_routing",
 ]
-
-REMOTE = -1
-
-
-@dataclass
-class Routing:
-    """Experts and owners of every route.
-
-    Attributes:
-        ids: ``[T, K]`` int64, distinct global experts of each token.
-        owners: ``[T, K]`` int64, the rank that holds the expert, REMOTE where none of the group
-            does. Of an operation that does not shard experts, all local routes are rank 0's.
-    """
-
-    ids: Tensor
-    owners: Tensor
-
-
-def shards(case: Case) -> int:
-    """Ranks that the experts are sharded over; a gather's ranks hold whole tokens instead."""
-    return case.ranks if case.operation == ALLREDUCE else 1
 
 
 def expert_owners(case: Case) -> Tensor:
     """``[E]`` int64: consecutive blocks of the group's experts; REMOTE beyond them."""
     held = min(case.experts, max(1, round(case.experts * case.local)))
     owners = torch.full((case.experts,), REMOTE, dtype=torch.int64)
-    owners[:held] = torch.arange(held) * shards(case) // held
+    owners[:held] = torch.arange(held) * case.shards // held
     return owners
 
 
@@ -58,27 +32,27 @@ def random_routing(case: Case) -> Routing:
     gen = generator(case.value_key, "routing")
     scores = torch.rand((case.tokens, case.experts), generator=gen)
     ids = scores.argsort(dim=1)[:, : case.top_k]
-    return Routing(ids, expert_owners(case)[ids])
+    return Routing(ids, expert_owners(case))
 
 
 def home_routing(case: Case) -> Routing:
     """All local routes of token t on rank t mod W, and at least two of them where K allows."""
     token = torch.arange(case.tokens).unsqueeze(1)
-    return planned_routing(case, _some_away(case, token.expand(-1, case.top_k) % shards(case)))
+    return planned_routing(case, _some_away(case, token.expand(-1, case.top_k) % case.shards))
 
 
 def spread_routing(case: Case) -> Routing:
     """Route (t, k) on rank (t + k) mod W."""
     token = torch.arange(case.tokens).unsqueeze(1)
     slot = torch.arange(case.top_k).unsqueeze(0)
-    return planned_routing(case, _some_away(case, (token + slot) % shards(case)))
+    return planned_routing(case, _some_away(case, (token + slot) % case.shards))
 
 
 def holed_routing(case: Case) -> Routing:
     """Many -1 slots: every fourth token has no local route at all, the first and last row have."""
     gen = generator(case.value_key, "holes")
     shape = (case.tokens, case.top_k)
-    wanted = torch.randint(0, shards(case), shape, generator=gen)
+    wanted = torch.randint(0, case.shards, shape, generator=gen)
     if case.local < 1.0:
         wanted[torch.rand(shape, generator=gen) >= min(case.local, 0.7)] = REMOTE
         wanted[1::4] = REMOTE
@@ -104,7 +78,7 @@ def planned_routing(case: Case, wanted: Tensor) -> Routing:
     # Experts of each owner in a random order, dealt to that owner's routes one after another.
     ids = torch.full((case.tokens, case.top_k), -1, dtype=torch.int64)
     spare = torch.rand((case.tokens, case.experts), generator=gen)
-    for owner in (REMOTE, *range(shards(case))):
+    for owner in (REMOTE, *range(case.shards)):
         theirs = torch.where(by_expert == owner, spare, 2.0).argsort(1)
         count = int((by_expert == owner).sum())
         turn = (wanted == owner).long().cumsum(1) - 1
@@ -117,4 +91,4 @@ def planned_routing(case: Case, wanted: Tensor) -> Routing:
     free = torch.where(taken, 2.0, spare).argsort(1)
     missing = ids < 0
     ids = torch.where(missing, free.gather(1, (missing.long().cumsum(1) - 1).clamp(min=0)), ids)
-    return Routing(ids, by_expert[ids])
+    return Routing(ids, by_expert)

@@ -1,20 +1,14 @@
-"""What a source is, and the plain draws that sources shape."""
+"""What a source of values is, and which there are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from moetail.conformance.cases.arithmetic import generator, to_bf16, uniform
-from moetail.conformance.cases.case import Case
 from moetail.conformance.cases.problem import Problem
-from moetail.conformance.cases.routing import Routing, random_routing
-from moetail.spec.rules import ALLREDUCE, BOUNDARY, FUSED, GATHER
 
-__all__ = ["Draws", "Source"]
+__all__ = ["SOURCES", "Source"]
 
 
 @dataclass(frozen=True)
@@ -27,90 +21,16 @@ class Source:
         make: the values of a case.
         rule: the rule that decides on these values, or None for a general source.
         refuse: why the source can not serve a case, or None where it can.
+        options: those of cases in which it shows most, tried in turn.
     """
 
     name: str
     description: str
-    make: Callable[[Case], Problem]
+    make: Callable[[Any], Problem]
     rule: str | None = None
-    refuse: Callable[[Case], str | None] = lambda case: None
+    refuse: Callable[[Any], str | None] = lambda case: None
+    options: tuple[Mapping[str, Any], ...] = ({},)
 
 
-@dataclass
-class Draws:
-    """Values of a case before its source shapes them, which it does in float64."""
-
-    case: Case
-
-    def _normal(self, name: str, *shape: int) -> Tensor:
-        gen = generator(self.case.value_key, name)
-        return torch.randn(shape, generator=gen)
-
-    @property
-    def has_routes(self) -> bool:
-        return self.case.operation != BOUNDARY and self.case.routed == "routes"
-
-    @property
-    def rows_shape(self) -> tuple[int, int, int]:
-        case = self.case
-        return (case.tokens if self.has_routes else 0, case.top_k, case.hidden)
-
-    @property
-    def finalized_shape(self) -> tuple[int, int, int]:
-        case = self.case
-        return (0 if self.has_routes else case.ranks, case.tokens, case.hidden)
-
-    @property
-    def shared_shape(self) -> tuple[int, int, int]:
-        return (self.case.ranks if self.case.shared else 0, self.case.tokens, self.case.hidden)
-
-    @property
-    def residual_shape(self) -> tuple[int, int]:
-        # Without a boundary there is no residual; saying so saves memory at real sizes.
-        boundary = self.case.operation in (BOUNDARY, FUSED, GATHER, ALLREDUCE)
-        return (self.case.tokens if boundary else 0, self.case.hidden)
-
-    def weights(self) -> Tensor:
-        """Positive routing weights that sum to 1, as a renormalizing router leaves them."""
-        gen = generator(self.case.value_key, "weights")
-        drawn = uniform((self.case.tokens, self.case.top_k), gen) + 0.05
-        return drawn / drawn.sum(-1, keepdim=True)
-
-    def norm_weight(self, norm: str) -> Tensor:
-        return 1.0 + 0.2 * self._normal(f"{norm}_weight", self.case.hidden).double()
-
-    def problem(
-        self,
-        shape: Callable[[str, Tensor], Tensor] | None = None,
-        routing: Routing | None = None,
-        weights: Tensor | None = None,
-        rows: Tensor | None = None,
-    ) -> Problem:
-        """Normal values, each tensor passed through ``shape(name, values)`` if that is given."""
-
-        def shaped(name: str, sizes: tuple[int, ...]) -> Tensor:
-            values = self._normal(name, *sizes)
-            return values if shape is None else shape(name, values.double())
-
-        drawn = {
-            name: shaped(name, sizes)
-            for name, sizes in (
-                ("finalized", self.finalized_shape),
-                ("residual", self.residual_shape),
-                ("shared", self.shared_shape),
-            )
-        }
-        if rows is None:
-            rows = shaped("rows", self.rows_shape)
-        if weights is None:
-            weights = self.weights()
-        return Problem(
-            routing=random_routing(self.case) if routing is None else routing,
-            rows=to_bf16(rows),
-            weights=weights.to(torch.float32),
-            finalized=to_bf16(drawn["finalized"]),
-            residual=to_bf16(drawn["residual"]),
-            post_weight=to_bf16(self.norm_weight("post")),
-            next_weight=to_bf16(self.norm_weight("next")),
-            shared=to_bf16(drawn["shared"]),
-        )
+SOURCES: dict[str, Source] = {}
+"""By name, as :mod:`.sources` puts them there: the general ones, then those aimed at a rule."""

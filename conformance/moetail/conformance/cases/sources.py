@@ -23,16 +23,12 @@ from moetail.conformance.cases.arithmetic import (
 from moetail.conformance.cases.case import Case
 from moetail.conformance.cases.layer import MoELayer
 from moetail.conformance.cases.models import MODELS, Model
-from moetail.conformance.cases.problem import Problem
-from moetail.conformance.cases.routing import Routing, expert_owners
-from moetail.conformance.cases.source import Draws, Source
+from moetail.conformance.cases.problem import Problem, Routing
+from moetail.conformance.cases.routing import expert_owners
+from moetail.conformance.cases.source import SOURCES, Source
+from moetail.conformance.cases.values import Draws
 
-__all__ = ["SOURCES", "SOURCE_TABLE", "refusal"]
-
-
-def refusal(case: Case) -> str | None:
-    """Why the case's source can not serve it; None where it can."""
-    return SOURCE_TABLE[case.source].refuse(case)
+__all__ = ["SOURCES"]
 
 
 def _gen(case: Case, name: str) -> torch.Generator:
@@ -52,8 +48,8 @@ def _moe(case: Case) -> Problem:
     ids, weights = layer.routes(x)
     if case.routed_scale == 1.0 and model.routed_scale != 1.0:
         weights = weights * model.routed_scale  # this router folds it into the weights
-    rows = layer.rows(x, ids) if draws.has_routes else torch.empty(draws.rows_shape)
-    routing = Routing(ids, expert_owners(case)[ids])
+    rows = layer.rows(x, ids) if case.has_routes else torch.empty(draws.rows_shape)
+    routing = Routing(ids, expert_owners(case))
     made = draws.problem(routing=routing, weights=weights, rows=rows.float())
     if case.shared:
         made.shared = layer.shared(x, case.ranks)
@@ -81,14 +77,14 @@ def _cancel(case: Case) -> Problem:
     weights = draws.weights().to(torch.float32).double()
     noise = _gen(case, "noise")
     rows = bf16(draws.problem().rows.double())
-    if draws.has_routes and case.top_k > 1:
+    if case.has_routes and case.top_k > 1:
         before = (rows[:, :-1] * weights[:, :-1, None]).sum(1)
         left = 2.0 ** integers(-12, -4, tuple(before.shape), noise) * before
         rows[:, -1] = (left - before) / weights[:, -1:]
         rows = bf16(rows)
     made = draws.problem(weights=weights, rows=rows)
     if made.residual.numel() and case.post == "none":
-        if draws.has_routes:
+        if case.has_routes:
             total = (rows * weights[:, :, None]).sum(1) * case.routed_scale
         else:
             total = made.finalized.double().sum(0)
@@ -213,9 +209,4 @@ _GENERAL = (
     Source("wide", "exponents spread over 60 binary places", _scaled(-30, 30)),
 )
 
-SOURCE_TABLE: dict[str, Source] = {source.name: source for source in (*_GENERAL, *AIMED)}
-
-# What the suite and the command line show: name -> (description, rule aimed at or None).
-SOURCES: dict[str, tuple[str, str | None]] = {
-    name: (source.description, source.rule) for name, source in SOURCE_TABLE.items()
-}
+SOURCES.update({source.name: source for source in (*_GENERAL, *AIMED)})

@@ -8,16 +8,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from moetail.conformance.cases.aimed import AIMED, aimed_cases
-from moetail.conformance.cases.case import (
-    LAYOUTS,
-    POISONS,
-    STRATEGIES,
-    WEIGHT_DTYPES,
-    Case,
-    options_of,
-)
+from moetail.conformance.cases.case import CALLED, POISONS, WEIGHT_DTYPES, Case, options_of
 from moetail.conformance.cases.models import MODELS
 from moetail.conformance.cases.sources import SOURCES
+from moetail.spec import operation
 
 __all__ = ["case_strategy"]
 
@@ -28,7 +22,7 @@ _EPS = (1e-6, 1e-5, 1e-3, 0.0)
 
 
 def case_strategy(
-    operation: str | None = None,
+    name: str | None = None,
     ranks: Sequence[int] = (1,),
     *,
     max_tokens: int = 8,
@@ -39,12 +33,12 @@ def case_strategy(
     """Cases of an operation, or of any.
 
     Args:
-        operation: an operation's name; None draws one.
+        name: an operation's; None draws one.
         ranks: the rank counts to draw from; others than 1 only for operations that take them.
         max_tokens, max_top_k, max_hidden: the largest T, K and H.
         sources: names of SOURCES; None takes them all.
     """
-    operations = tuple(LAYOUTS) if operation is None else (operation,)
+    operations = CALLED if name is None else (name,)
     names = tuple(SOURCES) if sources is None else tuple(sources)
     aimed = {source.name for source in AIMED}
     general = tuple(name for name in names if name not in aimed)
@@ -124,8 +118,8 @@ def _general(
     max_top_k: int,
     max_hidden: int,
 ) -> Case:
-    operation = draw(st.sampled_from(operations))
-    applies = options_of(operation)
+    target = operation(draw(st.sampled_from(operations)))
+    applies = options_of(target.name)
     source = draw(st.sampled_from(sources))
     more: dict[str, Any] = {}
 
@@ -137,7 +131,7 @@ def _general(
         return more[name]
 
     # Drawn also where "finalized" has no use for it: a shorter draw would count as the simpler one.
-    layout = draw(st.sampled_from(LAYOUTS[operation]))
+    layout = draw(st.sampled_from(target.layouts))
     option("weights", tuple(WEIGHT_DTYPES))
     option("local", (1.0, 0.5, 0.25))
     tile = draw(st.sampled_from([8, 16, 32]))
@@ -157,7 +151,7 @@ def _general(
     option("flat", (False, True))
     option("routed_scale", _SCALES)
     option("shared", (False, True))
-    option("strategy", (None, *STRATEGIES.get(operation, ())))
+    option("strategy", (None, *target.strategies))
     option("scales", _RESIDUAL_SCALES)
     for norm in ("post", "next"):
         if option(norm, ("none", "norm", "affine")) not in (None, "none"):
@@ -171,7 +165,7 @@ def _general(
         elif more["model"]:
             top_k = min(top_k, MODELS[more["model"]].experts)
     return Case(
-        operation,
+        target.name,
         source,
         draw(st.integers(0, 2**16)),
         draw(st.integers(0, max_tokens)),

@@ -161,7 +161,7 @@ def _case(trial: TrialResult) -> str:
     sizes.append(f"hidden size {case.hidden:,}")
     if operation(trial.operation).distributed:
         sizes.append(count(case.ranks, "rank"))
-    return f"{', '.join(sizes)}; values: {SOURCES[case.source][0]}"
+    return f"{', '.join(sizes)}; values: {SOURCES[case.source].description}"
 
 
 def _outputs(trial: TrialResult) -> list[dict[str, Any]]:

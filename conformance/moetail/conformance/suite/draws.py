@@ -10,14 +10,7 @@ from moetail.conformance.cases import Case, aimed_cases
 from moetail.conformance.run.check import Trials
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.trial import Trial
-from moetail.spec.rules import (
-    ALLREDUCE,
-    BOUNDARY,
-    FINALIZE,
-    FUSED,
-    GATHER,
-    MOE_OUTPUT,
-)
+from moetail.spec import Operation, operation
 
 __all__ = ["aimed", "draw", "general", "options", "shape", "trials"]
 
@@ -58,35 +51,34 @@ def shape(
     tokens, top_k, hidden = rng.choice(choice)
     if ranks > 1:
         tokens = rng.choice((1, ranks - 1, ranks, ranks + 1, 2 * ranks + 1, tokens))
-    if name == BOUNDARY:
+    target = operation(name)
+    if not target.has_routes:
         top_k = 1
-    if name in (BOUNDARY, MOE_OUTPUT, ALLREDUCE) and rng.random() < 0.25:
+    if target.computes and not target.bounded and rng.random() < 0.25:
         hidden = rng.choice(_ODD_WIDTHS if plan.profile == "quick" else _ODD_WIDTHS_FULL)
     return tokens, top_k, hidden
 
 
-def options(name: str, rng: random.Random) -> dict[str, Any]:
-    """Any legal options of an operation."""
+def options(target: Operation, rng: random.Random) -> dict[str, Any]:
+    """Any legal options of an operation that computes."""
     drawn: dict[str, Any] = {}
-    if name in (FINALIZE, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE):
+    if target.takes("routed_scale"):
         drawn["routed_scale"] = rng.choice(_ROUTED_SCALES)
         drawn["poison"] = rng.choice(("nan", "inf", "huge"))
-    if name in (FINALIZE, FUSED, GATHER):
+    if target.capacity:
         drawn["capacity"] = rng.choice((0, 1, 5))
-    if name in (FINALIZE, BOUNDARY, FUSED, GATHER, ALLREDUCE):
+    if target.takes("post_eps"):
         drawn["post"] = rng.choice(("none", "norm", "affine"))
         if drawn["post"] != "none":
             drawn["post_eps"] = rng.choice(_EPS)
-    if name in (BOUNDARY, FUSED, GATHER, ALLREDUCE):
+    if target.has_boundary:
         drawn["next"] = rng.choice(("none", "norm", "affine", "affine"))
         if drawn["next"] != "none":
             drawn["next_eps"] = rng.choice(_EPS)
         drawn["scales"] = rng.choice((None, *_SCALES))
-    if name == FUSED:
-        drawn["strategy"] = rng.choice((None, "fused", "unfused"))
-    if name == GATHER:
-        drawn["strategy"] = rng.choice((None, "oneshot", "twoshot", "unfused"))
-    if name in (MOE_OUTPUT, ALLREDUCE):
+    if target.strategies:
+        drawn["strategy"] = rng.choice((None, *target.strategies))
+    if target.permuted:
         drawn["layout"] = rng.choice(("permuted", "permuted", "route_major"))
         drawn["weights"] = rng.choice(("fp32", "bf16", "fp16"))
         drawn["local"] = rng.choice((1.0, 0.5, 0.25))
@@ -127,7 +119,7 @@ def draw(
             fields: dict[str, Any] = {"tokens": tokens, "top_k": top_k, "hidden": hidden}
             fields |= {"seed": rng.randrange(1 << 16), "ranks": group}
             if free:
-                fields |= options(name, rng)
+                fields |= options(operation(name), rng)
             fields |= fixed or {}
             try:
                 yield Case(name, source, **fields)
@@ -171,14 +163,14 @@ def aimed(*sources: str, quick: int = 1, full: int = 3) -> Trials:
 
 def _in_some_layout(case: Case, rng: random.Random) -> Case:
     """The layout is no part of what is aimed at, so every layout gets its share."""
-    layouts = ("permuted", "route_major", "identity")
     if case.source == "routes" or case.routed != "routes":
         return case
-    return case.replace(layout=rng.choice(layouts))
+    return case.replace(layout=rng.choice(case.target.layouts))
 
 
 def _aimed(plan: Plan, name: str, source: str, ranks: int, turn: int, number: int) -> list[Case]:
     """One case for each set of options of a source that applies."""
+    target = operation(name)
     for attempt in range(100):
         rng = plan.random("aimed", name, source, ranks, number, attempt)
         tokens, top_k, hidden = shape(plan, name, rng, ranks)
@@ -192,11 +184,11 @@ def _aimed(plan: Plan, name: str, source: str, ranks: int, turn: int, number: in
             top_k=top_k,
             hidden=hidden,
         )
-        if name == FUSED:
+        if target.strategies and not target.distributed:
             # Both strategies, in turn: the operation's other path is easily forgotten.
-            unfused = [case.replace(strategy="unfused") for case in cases[1::2]]
-            cases = [*cases[::2], *unfused]
-        if name in (MOE_OUTPUT, ALLREDUCE):
+            others = [case.replace(strategy=target.strategies[-1]) for case in cases[1::2]]
+            cases = [*cases[::2], *others]
+        if target.permuted:
             cases = [_in_some_layout(case, rng) for case in cases]
         if cases:
             one = plan.profile == "quick" and len(plan.group_sizes(name)) > 1
