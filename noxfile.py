@@ -55,10 +55,11 @@ def install(session: nox.Session, *, project: bool = True, groups: tuple[str, ..
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and format."""
+    """Style and format, and the picture of the packages."""
     install(session, project=False, groups=("lint",))
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
+    session.run("python", "-m", "conformance.tests.imports", "--check")
 
 
 @nox.session

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+import networkx
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from conformance.tests.imports import (
+    BEGIN,
+    END,
+    ROOT,
+    graph,
+    imports,
+    main,
+    package_of,
+    picture,
+    reduced,
+)
 
 # From the bottom up; a package imports from those of lower levels, and from its own files.
 LEVELS = (
@@ -30,46 +38,6 @@ LEVELS = (
 )
 # An implementation is found by an adapter's name, and adapters say what is allowed in its words.
 TOGETHER = {frozenset(("adapters", "implementation"))}
-
-
-@cache
-def modules() -> dict[str, Path]:
-    """Every module of the four packages, by its dotted name."""
-    found = {}
-    for base in ("spec", "reference", "kernels", "conformance"):
-        for path in (ROOT / base / "moetail").rglob("*.py"):
-            parts = path.relative_to(ROOT / base).with_suffix("").parts
-            found[".".join(parts).removesuffix(".__init__")] = path
-    return found
-
-
-def imports(source: str, name: str) -> Iterator[str]:
-    """The modules of ours that a source imports, also inside functions and for types alone."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (item.name for item in node.names if item.name in modules())
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{name}: a relative import"
-            for item in node.names:
-                inner = f"{node.module}.{item.name}"
-                if inner in modules():
-                    yield inner
-                elif node.module in modules():
-                    yield str(node.module)
-
-
-@cache
-def graph() -> dict[str, set[str]]:
-    return {
-        name: set(imports(path.read_text(encoding="utf-8"), name)) - {name}
-        for name, path in modules().items()
-    }
-
-
-def package_of(name: str) -> str:
-    """ "run" of moetail.conformance.run.call, "spec" of moetail.spec.rules."""
-    parts = name.split(".")
-    return parts[2] if parts[1] == "conformance" and len(parts) > 2 else parts[1]
 
 
 def level_of(package: str) -> int:
@@ -120,3 +88,43 @@ def test_few_modules_lie_loose() -> None:
         "implementation.py",
         "plugin.py",
     }
+
+
+def test_the_picture_is_the_sources() -> None:
+    assert main(["--check"]) == 0, "python -m conformance.tests.imports --write"
+    assert "    run --> diagnosis\n" in picture()
+    assert "run --> spec" not in picture()  # which diagnosis implies
+
+
+def test_the_picture_is_written_between_its_markers(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nbehind\n", encoding="utf-8")
+    assert main(["--check", str(page)]) == 1
+    assert main(["--write", str(page)]) == 0
+    assert main(["--check", str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == f"before\n{BEGIN}\n{picture()}\n{END}\nbehind\n"
+    page.write_text(BEGIN, encoding="utf-8")
+    with pytest.raises(SystemExit):
+        main(["--write", str(page)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_an_arrow_that_others_imply_is_left_out(seed: int) -> None:
+    drawn = networkx.gnp_random_graph(9, 0.4, seed=seed, directed=True)
+    acyclic = networkx.DiGraph([(a, b) for a, b in drawn.edges if a < b])
+    found = reduced({str(a): {str(b) for b in acyclic[a]} for a in acyclic})
+    wanted = networkx.transitive_reduction(acyclic)
+    assert found == {str(a): {str(b) for b in wanted[a]} for a in wanted}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_circles_keep_what_they_reach(seed: int) -> None:
+    drawn = networkx.gnp_random_graph(9, 0.3, seed=seed, directed=True)
+    found = reduced({str(a): {str(b) for b in drawn[a]} for a in drawn})
+    kept = networkx.DiGraph([(int(a), int(b)) for a in found for b in found[a]])
+    wanted = set(networkx.transitive_closure(drawn).edges)
+    assert set(networkx.transitive_closure(kept).edges) == wanted
+    for edge in kept.edges:
+        fewer = kept.copy()
+        fewer.remove_edge(*edge)
+        assert set(networkx.transitive_closure(fewer).edges) != wanted
