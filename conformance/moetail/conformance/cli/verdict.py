@@ -20,15 +20,13 @@ from rich.console import Console
 from moetail.conformance.cli.folder import make_folder
 from moetail.conformance.cli.options import takes
 from moetail.conformance.cli.progress import Progress
+from moetail.conformance.run.options import OPTIONS, Request
 from moetail.conformance.run.results import NOT_JUDGED, Results, count
 
 __all__ = ["check", "judge"]
 
 
-@takes(
-    *("impl", "op", "rule", "device", "ranks", "virtual_ranks", "profile", "case", "seed"),
-    *("rank_timeout", "require_gpu"),
-)
+@takes(*OPTIONS)
 def check(
     report: Annotated[
         Path | None,
@@ -47,7 +45,6 @@ def check(
     """
     from moetail.conformance.adapters import not_mapped, versions
     from moetail.conformance.report import append_summary, check_summary, write_report
-    from moetail.conformance.run.options import Request
 
     # Whatever hypothesis keeps is of no use in the folder that the command runs in.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", tempfile.gettempdir() + "/moetail")
@@ -115,7 +112,7 @@ def judge(
     _end(results, replace(results, provided=every), console)
 
 
-def _run(request: Any) -> Results:
+def _run(request: Request) -> Results:
     """Every trial that was asked for; SIGTERM and Ctrl-C end it with what was judged until then."""
     from moetail.conformance.run.check import planned
     from moetail.conformance.run.runner import run_planned
