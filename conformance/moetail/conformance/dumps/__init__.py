@@ -8,9 +8,9 @@
     # and then, anywhere:  moetail judge dumps/*.safetensors
 
 A file is one call on one rank, in safetensors format: the tensors, and under the metadata key
-``moetail`` a JSON object with everything else. Numbers are kept exactly (floats in hexadecimal),
-strides too, and every tensor with a checksum, so that a damaged file is not taken for a wrong
-kernel.
+``moetail`` a JSON object with everything else (see :mod:`.content`). Numbers are kept exactly
+(floats in hexadecimal), strides too. A checksum of the whole file keeps a damaged one from being
+taken for a wrong kernel.
 """
 
 from moetail.conformance.dumps.capturing import Capture, Mapped, capture, install

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import os
 import re
+import sys
 import threading
 import traceback
 import warnings
@@ -19,26 +20,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.dumps.choosing import choose, cut_call, cut_result, tokens_of
+from moetail.conformance.dumps.content import Content
 from moetail.conformance.dumps.files import (
     CAPTURED,
     CONVERSIONS,
-    FORMAT,
     signature_of,
     write_dump,
 )
 from moetail.conformance.dumps.values import Saved
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.run.call import same_bits
-from moetail.conformance.run.results import environment
+from moetail.conformance.run.results import environment, harmless
 from moetail.spec import ContractError, operation
 from moetail.spec.rules import FINALIZE, WORKSPACE
 
 __all__ = ["Capture", "Mapped", "capture", "install"]
 
-SUFFIX = ".safetensors"
+# Of what an exception says, and of its traceback: characters that are kept.
+_MOST_TEXT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class Capture:
     calls: Container[int] = field(default_factory=lambda: range(1))
     files: list[Path] = field(default_factory=list)
     _seen: dict[str, int] = field(default_factory=dict)
+    _told: set[str] = field(default_factory=set)
     _restore: list[Callable[[], None]] = field(default_factory=list)
 
     def wrap(self, owner: Any, name: str, bind: _Bind, operation_name: str) -> None:
@@ -88,22 +92,42 @@ class Capture:
         before = vars(owner)[name] if own else None
         shown = f"{_named(owner)}.{name}"
 
+        def traced() -> None:
+            text = "nothing is captured where torch compiles or traces; capture an eager run"
+            self._tell(text, text)
+
+        # The compiler calls it while it traces, and takes what it returns for a constant: the graph
+        # stays whole. This is what torch.compiler.assume_constant_result sets, which would import
+        # the compiler into processes that do not use it.
+        traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
         @wraps(function)
         def captured(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or _traced(*args, *kwargs.values()):
+                traced()
+                return function(*args, **kwargs)
             # What an operation calls on its way is part of it, and neither saved nor counted.
-            if torch.compiler.is_compiling() or _DEPTH.value:
+            if _DEPTH.value:
                 return function(*args, **kwargs)
             with _inside():
-                if not self._wanted(operation_name):
-                    return function(*args, **kwargs)
-                given, arguments, result = bind(function, args, kwargs)
-                call = _Call(self, operation_name, shown, arguments, result is None)
+                given: Mapping[str, Any] = {}
+                call = result = None
+                number = self._count(operation_name)
+                with self._warning(operation_name, number):
+                    if self._wanted(operation_name, number):
+                        given, arguments, result = bind(function, args, kwargs)
+                        compare = result is None
+                        call = _Call(self, operation_name, number, shown, arguments, compare)
                 try:
                     value = function(*args, **kwargs)
                 except Exception as error:
-                    call.raised(error)
+                    if call is not None:
+                        with self._warning(operation_name, number):
+                            call.raised(error)
                     raise
-                call.returned(value if result is None else result(value, given))
+                if call is not None:
+                    with self._warning(operation_name, number):
+                        call.returned(value if result is None else result(value, given))
                 return value
 
         setattr(owner, name, captured)
@@ -111,20 +135,42 @@ class Capture:
             (lambda: setattr(owner, name, before)) if own else (lambda: delattr(owner, name))
         )
 
-    def _wanted(self, operation_name: str) -> bool:
-        """Counts a call, and says whether it is to be saved."""
-        number = self._seen.get(operation_name, -1) + 1
-        self._seen[operation_name] = number
+    def _count(self, operation_name: str) -> int:
+        """The number of this call of the operation."""
+        with _LOCK:
+            number = self._seen[operation_name] = self._seen.get(operation_name, -1) + 1
+        return number
+
+    def _wanted(self, operation_name: str, number: int) -> bool:
         if number not in self.calls:
             return False
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            warnings.warn(
-                f"moetail: call {number} of {operation_name} is not saved: a CUDA graph is being "
-                "captured; capture an eager call instead",
-                stacklevel=3,
-            )
-            return False
+            raise UsageError("a CUDA graph is being captured; capture an eager call instead")
         return True
+
+    @contextmanager
+    def _warning(self, operation_name: str, number: int) -> Iterator[None]:
+        """Makes a warning of whatever goes wrong: the program that is looked at goes on."""
+        try:
+            yield
+        except Exception as error:
+            why = (
+                str(error) if isinstance(error, UsageError) else f"{type(error).__name__}: {error}"
+            )
+            reason = error.strerror if isinstance(error, OSError) else None
+            self._tell(f"call {number} of {operation_name} is not saved: {why}", reason or why)
+
+    def _tell(self, text: str, reason: str) -> None:
+        """Warns of each reason once."""
+        with _LOCK:
+            if reason in self._told:
+                return
+            self._told.add(reason)
+        try:
+            warnings.warn(f"moetail: {text}", stacklevel=5)
+        except Warning as error:  # where warnings are errors
+            with contextlib.suppress(Exception):
+                print(error, file=sys.stderr)
 
     def close(self) -> None:
         """Put the functions back."""
@@ -136,11 +182,24 @@ _Bound = tuple[Mapping[str, Any], dict[str, Any], Callable[[Any, Mapping[str, An
 _Bind = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], _Bound]
 
 
+_LOCK = threading.Lock()
+
+
 class _Depth(threading.local):
     value = 0
 
 
 _DEPTH = _Depth()
+
+
+def _traced(*values: Any) -> bool:
+    """Whether what is done to tensors is recorded: a copy would become part of the record."""
+    tracing: Any = torch.jit
+    return (
+        tracing.is_tracing()
+        or is_in_torch_dispatch_mode()
+        or any(isinstance(value, torch.fx.Proxy) for value in values)
+    )
 
 
 @contextmanager
@@ -188,6 +247,10 @@ def capture(
     Saving copies every tensor to the CPU before the call, and once more after it to see which were
     changed (RUN-2), so it waits for the GPU. Calls made while a CUDA graph is being captured, or
     while torch compiles, are not saved. Files appear whole or not at all.
+
+    Whatever keeps a call from being saved (a full disk, a folder that is gone, an argument that no
+    call of the operation has) is one warning, and nothing else to the program: calls return and
+    raise what they would without a capture.
     """
     made = _start(folder, targets, operations, mapped, tokens, calls)
     try:
@@ -242,7 +305,12 @@ def _start(
         _check_mapping(item)
     if made.folder is None:
         return made
-    made.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        made.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        made.folder = None
+        made._tell(f"nothing is captured: {error}", "folder")
+        return made
     for target, name in found:
         made.wrap(target, name, _bind_contract(target, name), name)
     for item in mapped:
@@ -291,7 +359,7 @@ def _bind_contract(target: Any, name: str) -> _Bind:
             bound = signature.bind(*args[1:] if method else args, **kwargs)
         except TypeError as error:
             raise UsageError(
-                f"capture: {_named(function)} was not called as {name}{signature}: {error}; "
+                f"not called as {name}{signature}: {error}; "
                 "allowed: the contract's arguments, or a mapping (Mapped)"
             ) from None
         return {}, dict(bound.arguments), None
@@ -356,6 +424,7 @@ class _Call:
         self,
         capture: Capture,
         operation_name: str,
+        number: int,
         function: str,
         arguments: dict[str, Any],
         compare: bool,
@@ -377,21 +446,20 @@ class _Call:
             return
         self.saved = Saved(views=operation_name in CONVERSIONS)
         destination = ("output",) if operation_name == FINALIZE else ()
-        self.content: dict[str, Any] = {
-            "format": FORMAT,
-            "operation": operation_name,
-            "function": function,
-            "call": capture._seen[operation_name],
-            "rank": self.rank,
-            "world_size": self.world_size,
-            "num_tokens": self.num_tokens,
-            "tokens": self.kept,
-            "arguments": {
+        self.content = Content(
+            operation=operation_name,
+            function=function,
+            call=number,
+            rank=self.rank,
+            world_size=self.world_size,
+            num_tokens=self.num_tokens,
+            tokens=self.kept,
+            arguments={
                 name: self.saved.add(value, name, shape_only=name in destination)
                 for name, value in cut.items()
             },
-            "environment": _environment(arguments, function),
-        }
+            environment=_environment(arguments, function),
+        )
         self.compare = compare
 
     def _cut(self) -> dict[str, Any]:
@@ -405,27 +473,26 @@ class _Call:
         kept = self.kept
         result = value if kept is None else cut_result(value, self.num_tokens, kept)
         if self.compare:
-            self.content["changed"] = self._changed()
+            self.content.changed = self._changed()
         if self.operation == FINALIZE and self.compare:
             given = self.arguments["output"]
-            self.content["destination"] = (
+            self.content.destination = (
                 isinstance(value, Tensor)
                 and isinstance(given, Tensor)
                 and value.data_ptr() == given.data_ptr()
                 and value.shape == given.shape
             )
-        self.content["result"] = self.saved.add(result, "result")
+        self.content.result = self.saved.add(result, "result")
         self._write()
 
     def raised(self, error: Exception) -> None:
         if self.skip:
             return
         if self.compare:
-            self.content["changed"] = self._changed()
-        self.content["raised"] = f"{type(error).__name__}: {error}"
-        self.content["trace"] = "".join(
-            traceback.format_exception(type(error), error, error.__traceback__)
-        )
+            self.content.changed = self._changed()
+        self.content.raised = harmless(f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        self.content.trace = harmless(trace[:_MOST_TEXT])
         self._write()
 
     def _changed(self) -> list[str]:
@@ -438,14 +505,12 @@ class _Call:
         ]
 
     def _write(self) -> None:
-        folder = self.capture.folder
-        assert folder is not None
-        name = (
-            f"{self.operation}-{self.content['call']:04d}"
-            f"-rank{self.rank}of{self.world_size}{SUFFIX}"
-        )
-        write_dump(folder / name, self.content, self.saved.tensors)
-        self.capture.files.append(folder / name)
+        assert self.capture.folder is not None
+        self.saved.check()
+        rank = f"rank{self.rank}of{self.world_size}"
+        name = f"{self.operation}-{self.content.call:04d}-{rank}-{os.getpid()}"
+        path = write_dump(self.capture.folder / name, self.content, self.saved.tensors)
+        self.capture.files.append(path)
 
 
 def _place(arguments: Mapping[str, Any]) -> tuple[int, int]:
@@ -461,7 +526,7 @@ def _place(arguments: Mapping[str, Any]) -> tuple[int, int]:
 def _environment(arguments: Mapping[str, Any], function: str) -> dict[str, str]:
     tensors = [tensor for _, tensor in tensors_in(dict(arguments))]
     device = str(tensors[0].device) if tensors else "cpu"
-    found = {**environment(device), "device": device}
+    found = {key: str(one) for key, one in environment(device).items()} | {"device": device}
     for package in dict.fromkeys(("moetail", function.split(".")[0])):
         with contextlib.suppress(PackageNotFoundError, ValueError):
             found[package] = version(package)

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,14 @@ _REPLICATED = (
 def _check_ranks(group: Sequence[Dump]) -> None:
     first = group[0]
     size = first.world_size
-    missing = sorted(set(range(size)) - {dump.rank for dump in group})
-    if missing:
+    if len(group) < size:
+        there = {dump.rank for dump in group}
+        absent = list(islice((rank for rank in range(size) if rank not in there), 8))
+        more = size - len(group) - len(absent)
         raise DumpError(
             first.path,
             f"call {first.call} of {first.operation} without rank "
-            f"{', '.join(map(str, missing))} of {size}",
+            f"{', '.join(map(str, absent))}{f' and {more:,} more' if more else ''} of {size}",
             "the files of all ranks of a distributed call together",
         )
     for dump in group[1:]:

@@ -1,16 +1,28 @@
-"""A call's values as JSON beside named tensors, and back."""
+"""A call's values as a dump's metadata beside named tensors, and back."""
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from math import prod
 from numbers import Integral, Real
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from moetail.conformance.dumps.content import (
+    Empty,
+    Items,
+    Number,
+    Parts,
+    Stored,
+    Value,
+    View,
+    Whole,
+    Workspace,
+)
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.run.call import same_bits
 from moetail.reference import BeamAllReduceWorkspace
@@ -18,19 +30,11 @@ from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 
 __all__ = ["Reader", "Saved"]
 
-_WORKSPACE_FIELDS = (
-    "world_size",
-    "rank",
-    "hidden_size",
-    "max_tokens",
-    "moe_gather_oneshot_max_tokens",
-    "moe_gather_separate_norm_min_tokens",
-)
-_CLASSES = {"UnfinalizedMoEOutput": UnfinalizedMoEOutput, "MoEOutput": MoEOutput}
+_CARRIERS = ((Parts, UnfinalizedMoEOutput), (Whole, MoEOutput))
 
 
 class Saved:
-    """Values as JSON, and their tensors by name, copied to the CPU.
+    """Values as metadata, and their tensors by name, copied to the CPU.
 
     A tensor may be stored as a view of an earlier one that it shares its memory with, where that
     matters (``views``): the copy that is loaded then shares memory again.
@@ -40,53 +44,128 @@ class Saved:
         self.tensors: dict[str, Tensor] = {}
         self._views = views
         self._at: dict[tuple[int, torch.dtype, int], str] = {}
+        self._spread = 0
 
-    def add(self, value: Any, name: str, *, shape_only: bool = False) -> Any:
-        """``value`` as JSON; UsageError where it is none of what calls are made of."""
-        if value is None or isinstance(value, (bool, str)):
+    def add(self, value: Any, name: str, *, shape_only: bool = False) -> Value:
+        """``value`` in the form of :mod:`.content`.
+
+        Raises:
+            UsageError: it is none of what calls are made of.
+        """
+        if value is None or isinstance(value, bool):
             return value
+        if isinstance(value, str):
+            return str(value)
         if isinstance(value, Tensor):
             return self._tensor(value, name, shape_only)
         if isinstance(value, Integral):
             return int(value)
         if isinstance(value, Real):
-            return {"float": float(value).hex()}
+            return Number(float(value).hex())
         if isinstance(value, (list, tuple)):
-            kind = "list" if isinstance(value, list) else "tuple"
-            return {kind: [self.add(item, f"{name}[{i}]") for i, item in enumerate(value)]}
-        if hasattr(value, "world_size") and hasattr(value, "rank"):
-            parts = {key: getattr(value, key, None) for key in _WORKSPACE_FIELDS}
-            return {"workspace": {key: self.add(one, key) for key, one in parts.items()}}
-        for kind, known in _CLASSES.items():
+            items: Any = [self.add(item, f"{name}[{i}]") for i, item in enumerate(value)]
+            return Items("list" if isinstance(value, list) else "tuple", items)
+        parts: Any
+        for form, known in _CARRIERS:
             names = [item.name for item in fields(known)]
             if is_dataclass(value) and all(hasattr(value, key) for key in names):
-                return {
-                    kind: {key: self.add(getattr(value, key), f"{name}.{key}") for key in names}
-                }
+                parts = {key: self.add(getattr(value, key), f"{name}.{key}") for key in names}
+                return form(parts)
+        if hasattr(value, "world_size") and hasattr(value, "rank"):
+            parts = [getattr(value, key, None) for key in Workspace.__struct_fields__]
+            return Workspace(*parts)
         raise UsageError(
-            f"capture: {name} is a {type(value).__name__}, which cannot be saved; allowed: "
+            f"{name} is a {type(value).__name__}, which cannot be saved; allowed: "
             "tensors, numbers, text, lists, tuples and the contract's types"
         )
 
-    def _tensor(self, tensor: Tensor, name: str, shape_only: bool) -> dict[str, Any]:
+    def _tensor(self, tensor: Tensor, name: str, shape_only: bool) -> Stored | View | Empty:
+        shape = list(tensor.shape)
         if shape_only:
-            return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+            return Empty(shape, str(tensor.dtype).removeprefix("torch."))
         copy = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
         if self._views and tensor.is_contiguous():
             key = (tensor.data_ptr(), tensor.dtype, tensor.numel())
             other = self._at.setdefault(key, name)
             if other != name and same_bits(self.tensors[other].view(copy.shape), copy):
-                return {"view": other, "shape": list(tensor.shape)}
+                return View(other, shape)
         self.tensors[name] = copy
-        shown: dict[str, Any] = {"tensor": name, "crc32": _checksum(copy)}
-        if not tensor.is_contiguous():
-            shown["strides"] = list(tensor.stride())
+        if tensor.is_contiguous():
+            return Stored(name)
+        self._spread += _bytes(shape, tensor.stride(), tensor.dtype)
+        return Stored(name, list(tensor.stride()))
+
+    def check(self) -> None:
+        """UsageError where strides leave such gaps that the values could not be read again."""
+        if self._spread > _room(self.tensors.values()):
+            raise UsageError(f"strides spread its tensors over {self._spread:,} bytes")
+
+
+def _room(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors may take up, gaps included, once they are read."""
+    return (16 << 20) + 16 * sum(tensor.nbytes for tensor in tensors)
+
+
+def _bytes(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> int:
+    """From a tensor's first element to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (last + 1) * dtype.itemsize if all(shape) else 0
+
+
+class Reader:
+    """Values from metadata and tensors.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError, RuntimeError: metadata that says what
+            cannot be.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._left = dict(tensors)
+        self._read: dict[str, Tensor] = {}
+        self._room = _room(tensors.values())
+
+    def value(self, shown: Value) -> Any:
+        match shown:
+            case Number(hexadecimal):
+                return float.fromhex(hexadecimal)
+            case Items(kind, items):
+                values = [self.value(item) for item in items]
+                return values if kind == "list" else tuple(values)
+            case Workspace():
+                return BeamAllReduceWorkspace(device_group=None, **msgspec.structs.asdict(shown))  # type: ignore[arg-type]
+            case Stored():
+                return self._stored(shown)
+            case View(name, shape):
+                return self._read[name].view(shape)
+            case Empty(shape, name):
+                dtype = getattr(torch, name)
+                self._take(dtype.itemsize * prod(shape))
+                return torch.empty(shape, dtype=dtype)
+        for form, known in _CARRIERS:
+            if isinstance(shown, form):
+                return known(**{key: self.value(part) for key, part in shown.parts.items()})
         return shown
 
+    def _stored(self, shown: Stored) -> Tensor:
+        if shown.name not in self._left:
+            raise LookupError(f"no tensor {shown.name}, or one that is used twice")
+        tensor = self._left.pop(shown.name)
+        if shown.strides is not None:
+            self._take(_bytes(tensor.shape, shown.strides, tensor.dtype))
+            tensor = _strided(tensor, shown.strides)
+        self._read[shown.name] = tensor
+        return tensor
 
-def _checksum(tensor: Tensor) -> int:
-    flat = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0)
-    return zlib.crc32(flat.numpy().data) if tensor.numel() else 0
+    def _take(self, size: int) -> None:
+        self._room -= size
+        if self._room < 0:
+            raise ValueError(f"tensors spread over {size:,} bytes")
+
+    def finish(self) -> None:
+        """ValueError where there are tensors that no value refers to."""
+        if self._left:
+            raise ValueError(f"nothing refers to tensor {next(iter(self._left))}")
 
 
 def _strided(tensor: Tensor, strides: Sequence[int]) -> Tensor:
@@ -97,56 +176,3 @@ def _strided(tensor: Tensor, strides: Sequence[int]) -> Tensor:
             once = once.narrow(dim, 0, 1)
     made = torch.empty_strided(once.shape, tuple(strides), dtype=tensor.dtype)
     return made.copy_(once).expand(tensor.shape)
-
-
-class Damaged(Exception):
-    """A tensor is missing, or its values are not those that were saved."""
-
-    def __init__(self, found: str, allowed: str) -> None:
-        super().__init__(found)
-        self.found, self.allowed = found, allowed
-
-
-class Reader:
-    """Values from JSON and tensors.
-
-    Raises:
-        Damaged: as it says.
-        KeyError, TypeError, ValueError, AttributeError, RuntimeError: JSON of another form.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self.tensors = tensors
-
-    def value(self, shown: Any, name: str) -> Any:
-        if shown is None or isinstance(shown, (bool, str, int)):
-            return shown
-        if "tensor" in shown:
-            return self._tensor(shown, name)
-        if "view" in shown:
-            return self.tensors[shown["view"]].view(shown["shape"])
-        if "shape" in shown:
-            return torch.zeros(shown["shape"], dtype=getattr(torch, shown["dtype"]))
-        ((kind, inner),) = shown.items()
-        if kind == "float":
-            return float.fromhex(inner)
-        if kind in ("list", "tuple"):
-            items = [self.value(item, f"{name}[{i}]") for i, item in enumerate(inner)]
-            return items if kind == "list" else tuple(items)
-        parts = {key: self.value(item, f"{name}.{key}") for key, item in inner.items()}
-        if kind == "workspace":
-            return BeamAllReduceWorkspace(device_group=None, **parts)  # type: ignore[arg-type]
-        return _CLASSES[kind](**parts)
-
-    def _tensor(self, shown: Mapping[str, Any], name: str) -> Tensor:
-        key = shown["tensor"]
-        if key not in self.tensors:
-            raise Damaged(f"no tensor {key}", f"the tensor that {name} refers to")
-        tensor = self.tensors[key]
-        found = _checksum(tensor)
-        if found != shown["crc32"]:
-            raise Damaged(
-                f"damaged values in {name} (checksum {found:#010x})",
-                f"values with checksum {shown['crc32']:#010x}",
-            )
-        return _strided(tensor, shown["strides"]) if "strides" in shown else tensor

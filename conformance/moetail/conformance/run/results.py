@@ -277,6 +277,14 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def harmless(text: str) -> str:
+    """``text`` with escapes for all that a terminal would act on or cannot show, but line ends."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 def only(names: Iterable[str], allowed: Sequence[str]) -> tuple[str, ...]:
     """``names`` in the order of ``allowed``."""
     kept = set(names)
