@@ -104,15 +104,15 @@ def test_strides_are_kept_and_refused_where_the_contract_refuses_them(tmp_path: 
 
 def test_a_call_is_saved_as_it_was_before_a_kernel_wrote_into_it(tmp_path: Path) -> None:
     class Writes(Reference):
-        def beam_norm_residual_norm(self, x: Tensor, residual: Tensor, *rest: Any) -> Any:
-            made = super().beam_norm_residual_norm(x, residual, *rest)
+        def beam_norm_residual_norm(self, x: Tensor, residual: Tensor, **rest: Any) -> Any:
+            made = super().beam_norm_residual_norm(x, residual, **rest)
             residual.copy_(made[0])
             return made
 
     one = case("boundary")
     kernel, arguments = Writes(), one.arguments()
     with capture(tmp_path, kernel) as made:
-        kernel.beam_norm_residual_norm(*arguments.values())
+        kernel.beam_norm_residual_norm(**arguments)
     dump = load_dump(made.files[0])
     assert same_bits(dump.arguments["residual"], one.arguments()["residual"])
     assert dump.changed == ("residual",)
