@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moetail.conformance.cases import Case
-from moetail.conformance.cases.variations import NEUTRAL
+from moetail.conformance.cases.rewrites import REWRITES
 from moetail.conformance.catalogue import mutant
 from moetail.conformance.run import workspaces
 from moetail.conformance.run.call import CallSpec, wanted
@@ -111,7 +111,7 @@ def test_who_needs_a_new_one() -> None:
     case = Case(GATHER, tokens=3, ranks=2)
     specs = (CallSpec(case), CallSpec(case, "other-hidden-size"), CallSpec(case, max_tokens=9))
     assert wanted(specs) == [(256, 3, False), (256, 3, True), (256, 9, True)]
-    neutral = next(iter(NEUTRAL))
+    neutral = next(iter(REWRITES))
     assert wanted((CallSpec(case, neutral),)) == [(256, 3, False)]
 
 

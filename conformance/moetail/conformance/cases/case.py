@@ -265,6 +265,20 @@ class Case:
         """Ranks that the experts are sharded over; where ranks own tokens, each has all experts."""
         return 1 if self.target.owns else self.ranks
 
+    def gives(self, role: str) -> bool:
+        """Whether the argument of that role, if the operation takes it, is not None."""
+        return {
+            "rows": self.has_routes or self.layout == "plain",
+            "weights": self.has_routes,
+            "map": self.has_routes,
+            "finalized": self.routed == "finalized",
+            "shared_output": self.shared,
+            "post_eps": self.post != "none",
+            "post_weight": self.post == "affine",
+            "next_eps": self.next != "none",
+            "next_weight": self.next == "affine",
+        }.get(role, True)
+
     @functools.cached_property
     def id(self) -> str:
         """The canonical id: operation/source/sizes, then every option that is not its default."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from moetail.conformance.adapters import NotMapped
 from moetail.conformance.cases import Case, variations
+from moetail.conformance.cases.rewrites import REWRITES
 from moetail.conformance.cases.tensors import mapped, tensors_in
 from moetail.conformance.implementation import Implementation, load
 from moetail.conformance.run.workspaces import CountingGather, Workspaces, real
@@ -52,7 +53,7 @@ class CallSpec:
 
     Attributes:
         case: whose arguments are used.
-        variation: a key of ``variations.VARIATIONS`` that changes the arguments first, or "".
+        variation: that changes the arguments first, by :func:`.variations.apply`, or "".
         fill: memory that the call allocates starts as NaN, so that unwritten elements show.
         reuse: the case's values are copied into the tensors of the call before (same addresses),
             as when a captured graph is replayed.
@@ -323,7 +324,7 @@ def wanted(specs: tuple[CallSpec, ...]) -> list[tuple[int, int, bool]]:
     """
 
     def new(spec: CallSpec) -> bool:
-        refused = bool(spec.variation) and spec.variation not in variations.NEUTRAL
+        refused = bool(spec.variation) and spec.variation not in REWRITES
         return refused or spec.max_tokens > 0
 
     return [(spec.case.hidden, spec.max_tokens or spec.case.tokens, new(spec)) for spec in specs]

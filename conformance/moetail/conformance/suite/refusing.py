@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moetail.conformance.cases.variations import REFUSALS, refusals
+from moetail.conformance.cases.refusals import refusals
 from moetail.conformance.run.call import CallSpec
 from moetail.conformance.run.check import Trials
 from moetail.conformance.run.plan import Plan
@@ -38,9 +38,9 @@ def refusal_trials(*rules: str) -> Trials:
                     cases.append(case.replace(**change))
                 except ValueError:
                     continue
-            for refusal in REFUSALS.get(name, ()):
+            for refusal in refusals(name):
                 for candidate in cases:
-                    if refusal in refusals(name, rules, candidate):
+                    if refusal.rule in rules and refusal.needs(candidate):
                         yield Trial(name, candidate, refusal.name)
                         break
             if name == GATHER and "DOMAIN-1" in rules:
