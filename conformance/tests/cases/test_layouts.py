@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
+from conformance.tests.cases.strategies import case_strategy
 from moetail.conformance.cases import CALLED, POISONS, Case
 from moetail.conformance.cases.case import problem_of
 from moetail.conformance.cases.problem import REMOTE
-from moetail.conformance.cases.strategies import case_strategy
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, checks
 
 FINALIZE = "beam_moe_finalize"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -46,8 +45,6 @@ def check(
     from moetail.conformance.adapters import not_mapped, versions
     from moetail.conformance.report import append_summary, check_summary, write_report
 
-    # Whatever hypothesis keeps is of no use in the folder that the command runs in.
-    os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", tempfile.gettempdir() + "/moetail")
     # The cases are small: threads would cost more than they bring, and take the ranks' cores.
     torch.set_num_threads(1)
     request = Request.parse(words)

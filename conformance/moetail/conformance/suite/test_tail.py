@@ -1,23 +1,21 @@
-"""Whole tails: real layers, all sources of values, and any case that hypothesis can think of.
+"""Whole tails: real layers, all sources of values, and any case that there is.
 
 What fails here is named by the diagnosis, which knows the deviations of the catalogue.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from hypothesis import HealthCheck, find, settings
-from hypothesis.errors import NoSuchExample
-
-from moetail.conformance.cases import MODELS, Case
-from moetail.conformance.cases.strategies import case_strategy
+from moetail.conformance.cases import MODELS
+from moetail.conformance.cases.space import CaseSpace
 from moetail.conformance.run.call import CallSpec
 from moetail.conformance.run.check import TAIL, Phase, checks_rule
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
-from moetail.conformance.run.trial import Tally, Trial, Violation
+from moetail.conformance.run.trial import NotJudged, Trial, Violation
 from moetail.conformance.suite.draws import draw, trials
 from moetail.spec.rules import BOUNDARY, FUSED, GATHER
 
@@ -86,44 +84,54 @@ def test_tail_on_long_batches(subject: Subject, trial: Trial) -> None:
 
 
 def _anything(plan: Plan, name: str) -> Iterator[Trial]:
-    """One trial for each number of ranks; hypothesis draws the cases from its seed."""
     for ranks in plan.group_sizes(name):
-        yield from trials(draw(plan, name, "anything", 1, ranks=(ranks,)))
+        space = CaseSpace(name, (ranks,), tokens=(1, 8))
+        rng = plan.random("anything", name, ranks)
+        number = plan.pick(4, 40) if ranks == 1 else plan.pick(3, 12)
+        yield from trials(space.draw(rng.choice) for _ in range(number))
 
 
 @checks_rule(TAIL, _anything, believed=(Phase.WHOLE, 30))
 def test_tail_on_any_case(subject: Subject, trial: Trial) -> None:
-    """Shapes, options, layouts and sources at will; what fails is shrunk to a small case."""
-    case = trial.case
-    examples = subject.plan.pick(4, 40) if case.ranks == 1 else subject.plan.pick(3, 12)
-
-    def breaks(found: Case) -> bool:
-        subject.begin(subject.rule, Trial(trial.operation, found))
-        counted = subject.tally
-        try:
-            subject.conforms(*subject.run(CallSpec(found)))
-        except Violation:
-            return True
-        finally:
-            total.add(counted)
-        return False
-
-    total = Tally()
+    """Shapes, options, layouts and sources at will; what fails is made plainer while it fails."""
     try:
-        smallest = find(
-            case_strategy(trial.operation, (case.ranks,)),
-            breaks,
-            settings=settings(
-                max_examples=examples,
-                database=None,
-                deadline=None,
-                suppress_health_check=list(HealthCheck),
-            ),
-            random=subject.plan.random("any case", trial.id),
-        )
-    except NoSuchExample:
-        subject.begin(subject.rule, trial)
-        subject.tally.add(total)
+        subject.conforms(*subject.run(CallSpec(trial.case)))
         return
-    subject.begin(subject.rule, Trial(trial.operation, smallest))
-    subject.conforms(*subject.run(CallSpec(smallest)))
+    except Violation as violation:
+        found = violation
+    for change in _PLAINER:
+        try:
+            plainer = Trial(trial.operation, found.trial.case.replace(**change))
+        except ValueError:  # an option that others need, or that the source does
+            continue
+        if plainer == found.trial or plainer.case.elements > found.trial.case.elements:
+            continue
+        subject.begin(subject.rule, plainer)
+        with contextlib.suppress(NotJudged):
+            try:
+                subject.conforms(*subject.run(CallSpec(plainer.case)))
+            except Violation as violation:
+                found = violation
+    raise found
+
+
+_PLAINER: tuple[dict[str, Any], ...] = (
+    {"source": "normal", "model": None, "experts": 0},
+    {"source": "normal"},
+    *({"tokens": size} for size in (4, 2, 1)),
+    *({"top_k": size} for size in (4, 2, 1)),
+    {"hidden": 256},
+    {"layout": "", "tile": 8, "capacity": 0},
+    {"post": "none", "post_eps": 1e-6},
+    {"next": "none", "next_eps": 1e-6},
+    {"scales": None},
+    {"shared": False},
+    {"routed_scale": 1.0},
+    {"local": 1.0},
+    {"weights": "fp32"},
+    {"strategy": None},
+    {"flat": False},
+    {"aliased": False},
+    {"poison": "nan"},
+    {"seed": 0},
+)

@@ -7,8 +7,8 @@ import re
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 
+from conformance.tests.cases.strategies import case_strategy
 from moetail.conformance.cases import CALLED, SOURCES, Case
-from moetail.conformance.cases.strategies import case_strategy
 
 QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -21,7 +21,7 @@ def test_ids_round_trip(case: Case) -> None:
     assert re.fullmatch(r"[\w./:+-]+", case.id)
 
 
-@given(case_strategy(ranks=(1, 3), max_tokens=5, max_hidden=256))
+@given(case_strategy(ranks=(1, 3), tokens=(0, 5), max_hidden=256))
 @settings(QUIET, max_examples=60)
 def test_every_case_has_arguments(case: Case) -> None:
     for rank in range(case.ranks):
