@@ -30,7 +30,6 @@ from moetail.conformance.dumps import (
     judge_files,
     load_dump,
 )
-from moetail.conformance.dumps.choosing import choose, cut_call, cut_result
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.judge import judge
 from moetail.conformance.run.call import same_bits
@@ -122,43 +121,6 @@ def test_a_call_is_saved_as_it_was_before_a_kernel_wrote_into_it(tmp_path: Path)
 
 
 # --- some tokens ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name in LOCAL if "convert" not in name][1:])
-@pytest.mark.parametrize("tokens", [[3], [0, 4], [4, 1, 1, 99]])
-def test_a_cut_call_gives_the_rows_of_the_whole_one(name: str, tokens: list[int]) -> None:
-    one = case(name)
-    kept = choose(one.operation, tokens, one.tokens)
-    assert kept == sorted({token for token in tokens if token < 5})
-    function = getattr(Reference(), one.operation)
-    whole = cut_result(function(**one.arguments()), one.tokens, kept)
-    cut = function(**cut_call(one.operation, one.arguments(), kept))
-    for (_, left), (_, right) in zip(tensors_in(whole), tensors_in(cut), strict=True):
-        assert left.shape[0] == len(kept)
-        assert same_bits(left, right)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("num_tokens", [1, 3, 5, 9])
-@pytest.mark.parametrize("tokens", [[0], [2, 3], [0, 1, 8]])
-def test_a_cut_gather_keeps_every_tokens_owner(
-    ranks: int, num_tokens: int, tokens: list[int]
-) -> None:
-    kept = choose(GATHER, tokens, num_tokens, ranks)
-    assert {token for token in tokens if token < num_tokens} <= set(kept)
-    if not kept:
-        return
-    # The contract's own words: rank r owns [r * L, min((r + 1) * L, T)), L = ceil(T / W).
-    before, after = math.ceil(num_tokens / ranks), math.ceil(len(kept) / ranks)
-    assert [token // before for token in kept] == [place // after for place in range(len(kept))]
-
-    one = Case(GATHER, tokens=num_tokens, ranks=ranks, top_k=2, hidden=256, next="affine")
-    calls = [one.arguments(rank) for rank in range(ranks)]
-    cut = [cut_call(GATHER, call, kept, rank, ranks) for rank, call in enumerate(calls)]
-    whole = simulate(Reference, GATHER, calls)
-    for rank, result in enumerate(simulate(Reference, GATHER, cut)):
-        for left, right in zip(cut_result(whole[rank], num_tokens, kept), result, strict=True):
-            assert same_bits(left, right)
 
 
 class OneToken(Reference):

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from moetail.conformance.cases.cut import choose, cut_call, cut_result, tokens_of
 from moetail.conformance.cases.tensors import tensors_in
-from moetail.conformance.dumps.choosing import choose, cut_call, cut_result, tokens_of
 from moetail.conformance.dumps.content import Content
 from moetail.conformance.dumps.files import (
     CAPTURED,
@@ -231,9 +231,9 @@ def capture(
         operations: which operations of the targets, by name or column heading; None: all.
         mapped: functions of another name or signature.
         tokens: keep only these tokens of each call, as a smaller call (see
-            :mod:`.choosing`); a call that has none of them is passed over. None takes
-            ``MOETAIL_CAPTURE_TOKENS`` (such as ``0,7,100:120``), or else all. The two conversions
-            are saved whole.
+            :mod:`moetail.conformance.cases.cut`); a call that has none of them is passed over.
+            None takes ``MOETAIL_CAPTURE_TOKENS`` (such as ``0,7,100:120``), or else all. The two
+            conversions are saved whole.
         calls: which calls of each operation to save, counted from 0. None takes
             ``MOETAIL_CAPTURE_CALLS`` (written likewise), or else the first alone.
 

@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from moetail.conformance.cases.cut import tokens_of
 from moetail.conformance.cases.tensors import tensors_in
-from moetail.conformance.dumps.choosing import tokens_of
 from moetail.conformance.dumps.content import FORMAT, Content, Version, decode, encode
 from moetail.conformance.dumps.values import Reader
 from moetail.conformance.implementation import UsageError

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.cases.cut import choose, cut_call, cut_result
 from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.diagnosis import MOST_TERMS, Diagnosis, diagnose, rule_named
-from moetail.conformance.dumps.choosing import choose, cut_call, cut_result
 from moetail.conformance.dumps.files import (
     CONVERSIONS,
     Dump,
