@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
@@ -83,7 +84,7 @@ def test_docstrings_name_the_rules_that_apply(operation):
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_docstrings_describe_every_argument(operation):
     function = contract_of(operation)
-    described = re.findall(r"^ {12}([\w, ]+):", function.__doc__, re.MULTILINE)
+    described = re.findall(r"^ {4}([\w, ]+):", inspect.getdoc(function), re.MULTILINE)
     names = {name.strip() for line in described for name in line.split(",")}
     count = function.__code__.co_argcount + function.__code__.co_kwonlyargcount
     assert set(function.__code__.co_varnames[1:count]) <= names
