@@ -91,7 +91,9 @@ tensor = torch.zeros(3, 40, dtype=torch.bfloat16)
     ("output", "options", "argument", "found", "allowed"),
     [
         (deferred(), {"num_tokens": -1}, "num_tokens", "-1", ">= 0"),
+        (deferred(), {"num_tokens": None}, "num_tokens", "None", "an integer >= 0"),
         (deferred(), {"top_k": 0}, "top_k", "0", ">= 1"),
+        (deferred(), {"top_k": "3"}, "top_k", "'3'", "an integer >= 1"),
         (deferred(), {"top_k": -2}, "top_k", "-2", ">= 1"),
         (tensor, {"num_tokens": -1, "do_finalize": True}, "num_tokens", "-1", ">= 0"),
         (tensor, {"top_k": 0, "do_finalize": True}, "top_k", "0", ">= 1"),

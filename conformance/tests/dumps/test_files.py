@@ -153,6 +153,13 @@ def test_an_older_format_is_told(good: Path) -> None:
     assert "no checksum" in told(good)
 
 
+def test_a_checksum_that_is_none_is_told(good: Path) -> None:
+    header, _, data = parts(good.read_bytes())
+    header["__metadata__"]["checksum"] = "\x1b[31m" + "a" * 70_000
+    good.write_bytes(sealed(compact(header), data))
+    assert r"; allowed: checksum \x1b[31maaa" in told(good)
+
+
 # --- files whose checksum is right, that say what cannot be ---------------------------------------
 
 _HUGE = "9" * 400

@@ -6,6 +6,7 @@ Shapes, dtypes, refusals and rules of each are documented once, in :class:`moeta
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -58,10 +59,9 @@ class Reference(Stages):
         finalized_output: Tensor | None = None,
     ) -> Tensor | UnfinalizedMoEOutput:
         """See :meth:`moetail.spec.MoETail.convert_flashinfer_moe_output`."""
-        if num_tokens < 0:
-            raise _refuse("CONVERT-2", "num_tokens", str(num_tokens), ">= 0")
-        if top_k <= 0:
-            raise _refuse("CONVERT-2", "top_k", str(top_k), ">= 1")
+        for name, number, least in (("num_tokens", num_tokens, 0), ("top_k", top_k, 1)):
+            if not isinstance(number, (Integral, torch.SymInt)) or number < least:
+                raise _refuse("CONVERT-2", name, repr(number), f"an integer >= {least}")
         if do_finalize:
             return self._converted_finalized(flashinfer_output, finalized_output)
         if finalized_output is not None:

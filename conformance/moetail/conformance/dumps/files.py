@@ -54,8 +54,8 @@ class DumpError(UsageError):
 
     def __init__(self, path: object, found: str, allowed: str) -> None:
         # What a file says of itself is shown on one line, whatever it says, and not at any length.
-        shown, found = (harmless(text).replace("\n", "\\n") for text in (str(path), found))
-        super().__init__(f"{shown}: found {found[:500]}; allowed: {allowed}")
+        shown = [harmless(text).replace("\n", "\\n") for text in (str(path), found, allowed)]
+        super().__init__(f"{shown[0]}: found {shown[1][:500]}; allowed: {shown[2][:500]}")
 
 
 def signature_of(operation_name: str) -> inspect.Signature:
