@@ -111,12 +111,12 @@ class Subject:
 
     def _on_virtual_ranks(self, case: Case, arguments: tuple[Any, ...]) -> list[list[CallResult]]:
         """As :meth:`_on_ranks`, in one process of the pool, which a call that hangs can take."""
-        name, ranks = case.operation, range(case.ranks)
+        name, ranks = case.operation, tuple(range(case.ranks))
         try:
             (returned,) = self.pool.run(1, execute_together, case.ranks, *arguments, operation=name)
         except RankError as error:
             message = f"the {case.ranks} virtual ranks {error.reason} in {name}"
-            raise RankError(message, ranks, name, error.reason, error.details) from error
+            raise RankError(message, ranks, error.reason, error.details) from error
         if returned.error is None:
             return list(returned.value)
         found = returned.error.exception
@@ -124,7 +124,7 @@ class Subject:
             raise NotJudged(str(found))
         if isinstance(found, Lost):
             message = f"{found} in {name} ({case.ranks} virtual ranks)"
-            raise RankError(message, ranks, name, str(found), returned.error.traceback)
+            raise RankError(message, ranks, str(found), returned.error.traceback)
         raise RuntimeError(
             f"the virtual ranks failed outside the operation: {returned.error.type}: "
             f"{returned.error.message}\n{returned.error.traceback}"

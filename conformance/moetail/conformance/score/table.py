@@ -197,9 +197,7 @@ def _start(plan: Plan) -> None:
     """A worker's own pool of ranks, which it keeps for all that it examines."""
     global _POOL
     # A command that is killed cannot end its workers, and what they do may take an hour.
-    command = multiprocessing.parent_process()
-    if command is not None and command.pid is not None:
-        end_with_parent(command.pid)
+    end_with_parent()
     torch.set_num_threads(1)
     _POOL = RankPool(max(plan.ranks), device=plan.device, timeout=plan.timeout)
 
