@@ -99,14 +99,20 @@ class _TrialItem(pytest.Item):
         super().__init__(**rest)
         self.run, self.check, self.trial = run, check, trial
         self.result: TrialResult | None = None
+        self.lacking = ""  # what the machine lacked
         self.add_marker(pytest.mark.rule(id=check.rule))
         self.add_marker(pytest.mark.operation(name=trial.operation))
 
     def runtest(self) -> None:
+        from moetail.conformance.run.ranks import PoolError
         from moetail.conformance.run.runner import run_trial
         from moetail.conformance.run.trial import NotJudged
 
-        self.result, error = run_trial(self.check, self.run.subject, self.trial)
+        try:
+            self.result, error = run_trial(self.check, self.run.subject, self.trial)
+        except PoolError as fault:
+            self.lacking = self.session.shouldstop = str(fault)
+            raise
         self.user_properties += self.result.properties
         if isinstance(error, NotJudged):
             pytest.skip(f"not judged: {error}")
@@ -116,6 +122,8 @@ class _TrialItem(pytest.Item):
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         from moetail.conformance.report.terminal import violation_text
 
+        if self.lacking:
+            return self.lacking
         if self.result is None:  # a fault of the suite
             return super().repr_failure(excinfo, style)
         return violation_text(self.result)
@@ -184,6 +192,8 @@ class _Run:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         report = yield
+        if isinstance(item, _TrialItem) and item.lacking:
+            report.moetail_lacking = item.lacking  # type: ignore[attr-defined]
         if isinstance(item, _TrialItem) and item.result is not None and call.when == "call":
             # A plain dict survives the way from a worker of pytest-xdist.
             report.moetail = asdict(item.result)  # type: ignore[attr-defined]
@@ -192,6 +202,7 @@ class _Run:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         from moetail.conformance.run.results import TrialResult
 
+        self.results.stopped = getattr(report, "moetail_lacking", self.results.stopped)
         fields = getattr(report, "moetail", None)
         if fields is not None:
             self.results.trials.append(TrialResult(**fields))

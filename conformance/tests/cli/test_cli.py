@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from moetail.spec.rules import OPERATIONS, RULES
+from moetail.spec.rules import GATHER, OPERATIONS, RULES
 
 # Rounds once instead of twice; nothing else of the operation matters to the rule that is asked for.
 BROKEN = """
@@ -74,11 +74,11 @@ def beam_moe_finalize(*args, **kwargs):
         encoding="utf-8",
     )
     done = moetail(tmp_path, "check", "kernel.py", "--report", "out")
-    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.returncode == 2, done.stdout + done.stderr
     assert "The run ended early: interrupted." in done.stdout
     report = json.loads((tmp_path / "out/report.json").read_text(encoding="utf-8"))
     assert report["stopped"] == "interrupted"
-    assert report["verdict"] != "conforms"
+    assert report["verdict"] == "not decided"
     assert 0 < report["totals"]["trials"] <= 20
     assert report["totals"]["judged"] > 0
 
@@ -132,6 +132,71 @@ def test_nothing_in_the_folder_bends_check(tmp_path: Path, kernel: Path) -> None
     done = moetail(tmp_path, *words, PYTEST_ADDOPTS="--collect-only -k nothing")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "VIOLATES ROUND-2: " in done.stdout
+
+
+ON_TWO_RANKS = ("--op", "gather", "--ranks", "2", "--rule", "OWN-1")
+
+
+def test_a_rank_server_that_is_killed_is_no_violation(tmp_path: Path) -> None:
+    (tmp_path / "kernel.py").write_text(
+        """
+import os
+import signal
+
+from moetail.reference import BeamAllReduceWorkspace
+
+
+def beam_moe_finalize_gather_norm_residual_norm(*args, **kwargs):
+    os.kill(os.getppid(), signal.SIGKILL)
+""",
+        encoding="utf-8",
+    )
+    said = f"the server of the ranks died (exit code -9) during {GATHER}"
+    done = moetail(tmp_path, "check", "kernel.py", *ON_TWO_RANKS, "--report", "out")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"The run ended early: {said}." in done.stdout
+    assert "NOT DECIDED" in done.stdout
+    assert "violated" not in done.stdout
+    report = json.loads((tmp_path / "out/report.json").read_text(encoding="utf-8"))
+    assert (report["verdict"], report["stopped"]) == ("not decided", said)
+    assert "<error" in (tmp_path / "out/junit.xml").read_text(encoding="utf-8")
+
+    words = ("-m", "pytest", "-q", "--pyargs", "moetail.conformance.suite", "--impl", "kernel.py")
+    done = run(tmp_path, *words, *ON_TWO_RANKS, "-p", "no:cacheprovider")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stdout
+    assert "NOT DECIDED" in done.stdout
+    assert "Traceback" not in done.stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process's own")
+def test_ranks_that_do_not_start_are_no_violation(tmp_path: Path) -> None:
+    code = """
+import resource
+
+from moetail.conformance.cli import main
+from moetail.conformance.run.ranks import RankPool
+
+launch = RankPool._launch
+
+
+def short_of_files(pool):
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        launch(pool)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+RankPool._launch = short_of_files
+main()
+"""
+    done = run(tmp_path, "-c", code, "check", "reference", *ON_TWO_RANKS)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "The run ended early: the rank pool did not start: " in done.stdout
+    assert "Too many open files" in done.stdout
+    assert "violated" not in done.stdout
 
 
 def test_check_ends_with_3_where_nothing_was_judged(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from moetail.conformance.cases import Case
 from moetail.conformance.report.junit import junit_xml
 from moetail.conformance.run.check import TAIL, Check, planned
 from moetail.conformance.run.plan import Plan
-from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results
+from moetail.conformance.run.ranks import PoolError
+from moetail.conformance.run.results import CONFORMS, NOT_DECIDED, NOT_JUDGED, VIOLATES, Results
 from moetail.conformance.run.runner import run_planned
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Trial
@@ -32,6 +33,8 @@ def check(name: str, number: int) -> Check:
                 raise NotJudged("not here")
             case "faulty":
                 raise ZeroDivisionError("the suite's own")
+            case "starved":
+                raise PoolError("the rank pool did not start: no memory")
         subject.tally.judged += 7
 
     return Check("ROUND-1", name, (FINALIZE,), lambda *_: [], decide, (1, number))
@@ -54,7 +57,19 @@ def test_a_fault_of_the_suite_is_no_verdict_and_ends_nothing() -> None:
     assert fault.startswith(f"faulty[{CASE.id}]\n")
     assert "ZeroDivisionError: the suite's own" in fault
     assert results.stopped == "1 trial of the suite could not run"
-    assert (results.verdict, results.violations) == (VIOLATES, [])
+    assert (results.verdict, results.exit_code) == (NOT_DECIDED, 2)
+
+
+def test_the_machine_that_fails_the_ranks_ends_the_run() -> None:
+    results, watched = run("conforms", "starved", "conforms")
+    assert watched == ["conforms", "starved"]
+    assert [trial.status for trial in results.trials] == [CONFORMS]
+    assert results.faults == [f"starved[{CASE.id}]\nthe rank pool did not start: no memory"]
+    assert results.stopped == "the rank pool did not start: no memory"
+    assert (results.verdict, results.exit_code) == (NOT_DECIDED, 2)
+    # What was found before is no less wrong.
+    results, _ = run("violates", "starved")
+    assert (results.verdict, results.exit_code) == (VIOLATES, 1)
 
 
 def test_an_interrupt_is_not_swallowed() -> None:

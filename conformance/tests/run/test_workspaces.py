@@ -19,7 +19,7 @@ from moetail.conformance.run.call import CallSpec, wanted
 from moetail.conformance.run.check import Check
 from moetail.conformance.run.options import make_plan
 from moetail.conformance.run.plan import Plan
-from moetail.conformance.run.ranks import RankError, RankPool
+from moetail.conformance.run.ranks import PoolError, RankError, RankPool
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES
 from moetail.conformance.run.runner import run_trial
 from moetail.conformance.run.subject import Subject
@@ -180,6 +180,8 @@ def tried(
                 raise NotJudged(how)
             case "hangs":
                 raise RankError("rank 1 did not arrive", (1,))
+            case "starves":
+                raise PoolError(how)
             case "breaks":
                 raise ZeroDivisionError(how)
         subject.tally.judged += 1
@@ -229,6 +231,11 @@ def test_a_fault_is_tried_again_on_new_workspaces(
 def test_a_fault_of_the_suite_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError):
         tried(monkeypatch, "breaks", "breaks")
+
+
+def test_the_machine_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(PoolError):
+        tried(monkeypatch, "starves", "conforms")
 
 
 @pytest.mark.parametrize(

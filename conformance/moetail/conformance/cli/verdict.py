@@ -40,7 +40,8 @@ def check(
 ) -> None:
     """Judge an implementation against the contract.
 
-    Exit code: 0 conforms, 1 violates, 2 usage, 3 nothing was judged.
+    Exit code: 0 conforms, 1 violates, 2 usage, or the run ended early and found no violation, 3
+    nothing was judged.
     """
     from moetail.conformance.adapters import not_mapped, versions
     from moetail.conformance.report import append_summary, check_summary, write_report

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from moetail.conformance.report.wording import broken_rules, extent
-from moetail.conformance.run.results import CONFORMS, VIOLATES, Results
+from moetail.conformance.run.results import CONFORMS, NOT_DECIDED, VIOLATES, Results
 
 __all__ = ["badge_json"]
 
@@ -27,11 +27,9 @@ def badge_json(results: Results) -> str:
 def _message(results: Results) -> str:
     if results.verdict == VIOLATES:
         broken = broken_rules(results)
-        if not broken:
-            return "not completed"
         more = f" and {len(broken) - _MOST_RULES} more" if len(broken) > _MOST_RULES else ""
         return f"violates {', '.join(broken[:_MOST_RULES])}{more}"
     if results.verdict == CONFORMS:
         part = extent(results)
         return f"conforms ({part})" if part else "conforms"
-    return "nothing judged"
+    return "not completed" if results.verdict == NOT_DECIDED else "nothing judged"

@@ -34,7 +34,7 @@ def junit_xml(results: Results) -> str:
     for fault in results.faults:
         name, _, trace = fault.partition("\n")
         test = ElementTree.SubElement(suite, "testcase", classname="moetail", name=_legal(name))
-        error = ElementTree.SubElement(test, "error", message="the suite could not run it")
+        error = ElementTree.SubElement(test, "error", message="it could not be run")
         error.text = _legal(trace)
     ElementTree.indent(suites)
     text = ElementTree.tostring(suites, encoding="unicode")

@@ -9,6 +9,7 @@ from typing import Any
 from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.results import (
     CONFORMS,
+    NOT_DECIDED,
     NOT_JUDGED,
     NOT_PROVIDED,
     VIOLATES,
@@ -106,7 +107,7 @@ def verdict_line(results: Results) -> str:
         return f"NOTHING WAS JUDGED: {results.implementation} ({done}{tail})"
     if results.verdict == CONFORMS:
         return f"CONFORMS: {results.implementation} ({done}{tail})"
-    if results.stopped and not results.violations:
+    if results.verdict == NOT_DECIDED:
         return f"NOT DECIDED, the run ended early: {results.implementation} ({done}{tail})"
     broken = []
     for violation in results.violations:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from moetail.conformance.catalogue.mutant import Mutant
 from moetail.conformance.run.results import (
     CONFORMS,
+    NOT_DECIDED,
     NOT_JUDGED,
     VIOLATES,
     Cell,
@@ -35,8 +36,9 @@ def headline(results: Results) -> str:
         return "Conforms"
     if results.verdict == NOT_JUDGED:
         return "Nothing was judged"
-    broken = broken_rules(results)
-    return f"Violates {', '.join(broken)}" if broken else "The run was not completed"
+    if results.verdict == NOT_DECIDED:
+        return "The run was not completed"
+    return f"Violates {', '.join(broken_rules(results))}"
 
 
 def extent(results: Results) -> str:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from moetail.conformance.run.plan import Plan
-from moetail.conformance.run.ranks import RankError
+from moetail.conformance.run.ranks import PoolError, RankError
 from moetail.conformance.run.subject import Subject
 from moetail.conformance.run.trial import NotJudged, Tally, Trial, Violation
 from moetail.spec import rule
@@ -87,6 +87,7 @@ class Check:
         Raises:
             Violation: the rule is broken.
             NotJudged: nothing could be decided.
+            PoolError: the machine failed the ranks, whatever the implementation is.
         """
         subject.begin(self.rule, trial)
         if trial.operation in subject.ended:
@@ -109,7 +110,7 @@ class Check:
         except (Violation, NotJudged, RankError) as error:
             return error
         except Exception as error:
-            if subject.fresh or not subject.shared:
+            if subject.fresh or not subject.shared or isinstance(error, PoolError):
                 raise
             return NotJudged(f"{type(error).__name__}: {error}")  # and tried again
         return NotJudged("no element and no comparison") if subject.tally.judged == 0 else None

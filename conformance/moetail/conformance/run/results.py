@@ -15,10 +15,20 @@ from moetail.conformance.implementation import Implementation
 from moetail.conformance.run.plan import Plan
 from moetail.spec.rules import OPERATIONS, RULES
 
-__all__ = ["CONFORMS", "NOT_JUDGED", "NOT_PROVIDED", "VIOLATES", "Cell", "Results", "TrialResult"]
+__all__ = [
+    "CONFORMS",
+    "NOT_DECIDED",
+    "NOT_JUDGED",
+    "NOT_PROVIDED",
+    "VIOLATES",
+    "Cell",
+    "Results",
+    "TrialResult",
+]
 
 CONFORMS = "conforms"
 VIOLATES = "violates"
+NOT_DECIDED = "not decided"
 NOT_JUDGED = "not judged"
 NOT_PROVIDED = "not provided"
 
@@ -94,7 +104,7 @@ class Results:
         plan: the plan's fields.
         trials: in the order in which they ran.
         stopped: why the run ended early, or "".
-        faults: tracebacks of trials that the suite itself could not carry out.
+        faults: trials that could not be carried out, and why.
     """
 
     implementation: str
@@ -154,15 +164,18 @@ class Results:
 
     @property
     def verdict(self) -> str:
-        """VIOLATES, CONFORMS, or NOT_JUDGED where nothing was."""
-        if any(trial.status == VIOLATES for trial in self.trials) or self.stopped:
+        """VIOLATES, NOT_DECIDED where the run ended early, CONFORMS, or NOT_JUDGED where nothing
+        was."""
+        if any(trial.status == VIOLATES for trial in self.trials):
             return VIOLATES
+        if self.stopped:
+            return NOT_DECIDED
         decided = any(trial.status == CONFORMS for trial in self.trials)
         return CONFORMS if decided else NOT_JUDGED
 
     @property
     def exit_code(self) -> int:
-        return {CONFORMS: 0, VIOLATES: 1, NOT_JUDGED: 3}[self.verdict]
+        return {CONFORMS: 0, VIOLATES: 1, NOT_DECIDED: 2, NOT_JUDGED: 3}[self.verdict]
 
     def asked(self, operation: str) -> bool:
         return not self.operations or operation in self.operations

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from moetail.conformance.adapters import ADAPTERS
 from moetail.conformance.run.check import TAIL, Check
 from moetail.conformance.run.plan import Plan
+from moetail.conformance.run.ranks import PoolError
 from moetail.conformance.run.results import (
     CONFORMS,
     NOT_JUDGED,
@@ -36,8 +37,9 @@ def run_planned(
 ) -> None:
     """Run trials and add what came of each to the results.
 
-    A trial that the suite cannot carry out, by a fault of its own or of the machine, is no verdict;
-    the others run on, and the results say that the run is not complete.
+    A trial that the suite cannot carry out, by a fault of its own, is no verdict; the others run
+    on, and the results say that the run is not complete. One where the machine fails the ranks ends
+    the run.
 
     Args:
         watch: is told the name of each check before its trial.
@@ -46,6 +48,10 @@ def run_planned(
         watch(check.name)
         try:
             result, _ = run_trial(check, subject, trial)
+        except PoolError as error:
+            results.faults.append(f"{check.name}[{trial.id}]\n{error}")
+            results.stopped = str(error)
+            return
         except Exception:
             results.faults.append(f"{check.name}[{trial.id}]\n{traceback.format_exc()}")
             failed = count(len(results.faults), "trial")
