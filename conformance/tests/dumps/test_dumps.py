@@ -10,6 +10,7 @@ import os
 import types
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -490,7 +491,8 @@ def test_the_command_has_the_exit_codes_and_reports_of_check(
     bad = saved(tmp_path / "bad", ScalesFirst(), case("permuted").replace(tokens=20))
     assert _judge(good) == 0
     assert "CONFORMS: " in capsys.readouterr().out
-    assert _judge(bad, "--report", tmp_path / "report") == 1
+    summary = tmp_path / "summary.md"
+    assert _judge(bad, "--report", tmp_path / "report", "--summary", summary) == 1
     printed = capsys.readouterr().out
     assert "ROUND-2 violated by finalize_moe_output" in printed
     assert "not provided: " not in printed
@@ -500,10 +502,39 @@ def test_the_command_has_the_exit_codes_and_reports_of_check(
     assert report["plan"]["profile"] == "dump"
     assert "torch" in report["plan"]["captured"]
     assert (tmp_path / "report" / "report.html").stat().st_size > 1000
+    suite = ElementTree.parse(tmp_path / "report" / "junit.xml").getroot()[0]
+    assert (suite.get("tests"), suite.get("failures")) == ("2", "1")
+    (failed,) = suite.iterfind("testcase[failure]")
+    assert failed.get("classname") == "moetail.ROUND-2"
+    assert failed.get("name") == f"test_tail_on_any_case[{bad}]"
+    assert _judge(good, "--summary", summary) == 0  # appended
+    text = summary.read_text(encoding="utf-8")
+    assert text.index("### ❌ Violates ROUND-2: ") < text.index("### ✅ Conforms: ")
+    assert f"moetail judge {bad}" in text
+    capsys.readouterr()
+    assert _judge(good, "--summary", tmp_path) == 2
+    assert "--summary: " in capsys.readouterr().err
     assert _judge(good, tmp_path / "nowhere") == 2
     said = capsys.readouterr()
     assert "nowhere: found No such file" in said.err
     assert "Traceback" not in said.err + said.out
+
+
+def test_a_file_of_any_name_is_judged_and_shown_harmlessly(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "bad", ScalesFirst(), case("permuted").replace(tokens=20))
+    odd = path.rename(tmp_path / "red\x1b[31m [bold]<b>\n.safetensors")
+    report, summary = tmp_path / "report", tmp_path / "summary.md"
+    assert _judge(odd, "--report", report, "--summary", summary) == 1
+    printed = capsys.readouterr().out
+    for text in (printed, *(one.read_text("utf-8") for one in (summary, *report.iterdir()))):
+        assert "\x1b" not in text
+    shown = r"red\x1b[31m [bold]<b>\n.safetensors"
+    assert shown in printed
+    assert shown in summary.read_text(encoding="utf-8")
+    (failed,) = ElementTree.parse(report / "junit.xml").iterfind(".//testcase[failure]")
+    assert shown in str(failed.get("name"))
 
 
 def test_the_command_ends_with_3_where_nothing_can_be_judged(

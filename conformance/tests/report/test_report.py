@@ -497,7 +497,7 @@ def test_a_dump_has_a_page_and_no_badge(tmp_path: Path, distributed: Results) ->
     own = distributed.trials[-2]
     dump = replace(own, case="dumps/a b.safetensors dumps/c.safetensors", repeat="")
     write_report(replace(distributed, plan={"profile": "dump"}, trials=[dump]), tmp_path)
-    assert not (tmp_path / "badge.json").exists()
+    assert {one.name for one in tmp_path.iterdir()} == {"report.html", "report.json", "junit.xml"}
     (section,) = Page((tmp_path / "report.html").read_text(encoding="utf-8")).root.all("section")
     assert dump.case in section.text
     assert "repeat" not in [item.text for item in section.all("dt")]

@@ -24,6 +24,10 @@ from moetail.conformance.run.results import NOT_JUDGED, Results, count
 
 __all__ = ["check", "judge"]
 
+Summary = Annotated[
+    Path | None, typer.Option(help="Append a summary, as Markdown for a CI job, to this file.")
+]
+
 
 @takes(*OPTIONS)
 def check(
@@ -33,9 +37,7 @@ def check(
             help="Write report.html, report.json, junit.xml, badge.json into this folder."
         ),
     ] = None,
-    summary: Annotated[
-        Path | None, typer.Option(help="Append a summary, as Markdown for a CI job, to this file.")
-    ] = None,
+    summary: Summary = None,
     **words: Any,
 ) -> None:
     """Judge an implementation against the contract.
@@ -44,7 +46,7 @@ def check(
     nothing was judged.
     """
     from moetail.conformance.adapters import not_mapped, versions
-    from moetail.conformance.report import append_summary, check_summary, write_report
+    from moetail.conformance.report import check_summary
 
     # The cases are small: threads would cost more than they bring, and take the ranks' cores.
     torch.set_num_threads(1)
@@ -68,11 +70,7 @@ def check(
             console.print(f"Not judged: {why}", markup=False, soft_wrap=True)
     if results.stopped:
         console.print(f"The run ended early: {results.stopped}.", markup=False)
-    if folder is not None:
-        write_report(results, folder)
-        console.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
-    if summary is not None:
-        append_summary(results, summary)
+    _leave(results, folder, summary, console)
     if results.verdict != NOT_JUDGED and (to_fill := _to_fill(results.implementation)):
         console.print(to_fill, markup=False)
     _end(results, results, console)
@@ -84,27 +82,29 @@ def judge(
         typer.Argument(metavar="FILE...", help="Dumps, as moetail's capture saves them."),
     ],
     report: Annotated[
-        Path | None, typer.Option(help="Write report.json and report.html into this folder.")
+        Path | None,
+        typer.Option(help="Write report.html, report.json, junit.xml into this folder."),
     ] = None,
+    summary: Summary = None,
 ) -> None:
     """Judge saved calls, without the kernel; the files of a distributed call's ranks together.
 
     Exit code: 0 conforms, 1 violates, 2 usage or a file that cannot be read, 3 nothing was judged.
     """
     from moetail.conformance.dumps import judge_dumps, load_dump
-    from moetail.conformance.report import write_report
+    from moetail.conformance.report import check_summary
     from moetail.spec.rules import OPERATIONS
 
     console = wide_console()
     folder = make_folder("--report", report)
+    if summary is not None:
+        check_summary(summary)
     with console.status("reading"):
         dumps = [load_dump(path) for path in files]
     with console.status("judging"):
         results = judge_dumps(dumps)
     _print_matrix(results, console)
-    if folder is not None:
-        write_report(results, folder)
-        console.print(f"Report: {folder}", markup=False, soft_wrap=True)
+    _leave(results, folder, summary, console)
     # A dump says nothing about what else its implementation provides.
     every = tuple(item.name for item in OPERATIONS)
     _end(results, replace(results, provided=every), console)
@@ -167,6 +167,17 @@ def _print_matrix(results: Results, console: Console) -> None:
     for violation in results.violations:
         console.print(violation_text(violation), markup=False, soft_wrap=True)
         console.print()
+
+
+def _leave(results: Results, folder: Path | None, summary: Path | None, console: Console) -> None:
+    """What stays behind: the report and the summary, where they are asked for."""
+    from moetail.conformance.report import append_summary, write_report
+
+    if folder is not None:
+        write_report(results, folder)
+        console.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+    if summary is not None:
+        append_summary(results, summary)
 
 
 def _end(results: Results, shown: Results, console: Console) -> None:

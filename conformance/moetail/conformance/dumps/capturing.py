@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from moetail.conformance.cases.cut import choose, cut_call, cut_result, tokens_of
 from moetail.conformance.cases.tensors import tensors_in
-from moetail.conformance.dumps.content import Content
+from moetail.conformance.dumps.content import MOST_SAID, MOST_TRACED, Content
 from moetail.conformance.dumps.files import (
     CAPTURED,
     CONVERSIONS,
@@ -39,9 +39,6 @@ from moetail.spec import ContractError, operation
 from moetail.spec.rules import FINALIZE, WORKSPACE
 
 __all__ = ["Capture", "Mapped", "capture", "install"]
-
-# Of what an exception says, and of its traceback: characters that are kept.
-_MOST_TEXT = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -490,9 +487,10 @@ class _Call:
             return
         if self.compare:
             self.content.changed = self._changed()
-        self.content.raised = harmless(f"{type(error).__name__}: {error}"[:_MOST_TEXT])
+        said = f"{type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        self.content.trace = harmless(trace[:_MOST_TEXT])
+        self.content.raised = harmless(said[:MOST_SAID])[:MOST_SAID]
+        self.content.trace = harmless(trace[:MOST_TRACED])[:MOST_TRACED]
         self._write()
 
     def _changed(self) -> list[str]:

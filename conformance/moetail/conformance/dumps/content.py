@@ -13,6 +13,8 @@ from msgspec import Meta, Struct
 
 __all__ = [
     "FORMAT",
+    "MOST_SAID",
+    "MOST_TRACED",
     "Content",
     "Empty",
     "Items",
@@ -33,6 +35,9 @@ FORMAT = 2
 Integer = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Sizes = Annotated[list[Count], Meta(max_length=8)]
+
+# Characters of what an exception says, and of its traceback.
+MOST_SAID, MOST_TRACED = 1 << 12, 1 << 16
 
 
 class _Form(Struct, tag_field="kind", forbid_unknown_fields=True):
@@ -121,8 +126,8 @@ class Content(Struct, forbid_unknown_fields=True):
     arguments: dict[str, Value]
     environment: dict[str, str]
     result: Value = None
-    raised: str = ""
-    trace: str = ""
+    raised: Annotated[str, Meta(max_length=MOST_SAID)] = ""
+    trace: Annotated[str, Meta(max_length=MOST_TRACED)] = ""
     changed: list[str] | None = None
     destination: bool | None = None
     format: Count = FORMAT

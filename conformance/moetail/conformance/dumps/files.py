@@ -54,8 +54,12 @@ class DumpError(UsageError):
 
     def __init__(self, path: object, found: str, allowed: str) -> None:
         # What a file says of itself is shown on one line, whatever it says, and not at any length.
-        shown = [harmless(text).replace("\n", "\\n") for text in (str(path), found, allowed)]
+        shown = [_line(text) for text in (str(path), found, allowed)]
         super().__init__(f"{shown[0]}: found {shown[1][:500]}; allowed: {shown[2][:500]}")
+
+
+def _line(text: str) -> str:
+    return harmless(text).replace("\n", "\\n")
 
 
 def signature_of(operation_name: str) -> inspect.Signature:
@@ -153,6 +157,11 @@ class Dump:
     num_tokens: int
     tokens: tuple[int, ...] | None
     environment: dict[str, str]
+
+    @property
+    def shown(self) -> str:
+        """The path, as it may be shown."""
+        return _line(str(self.path))
 
 
 _UNFIT = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)

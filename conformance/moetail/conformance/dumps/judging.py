@@ -67,7 +67,7 @@ def judge_dumps(dumps: Sequence[Dump]) -> Results:
             "profile": "dump",
             "ranks": sorted({len(group) for group in groups}),
             "device": "cpu",
-            "dumps": ", ".join(str(dump.path) for dump in dumps),
+            "dumps": ", ".join(dump.shown for dump in dumps),
             "captured": "; ".join(dict.fromkeys(_where(dump) for dump in dumps)),
         },
         operations=operations,
@@ -165,7 +165,7 @@ class _Group:
         self.operation = dumps[0].operation
         self.calls = [dump.arguments for dump in dumps]
         self.values = [dump.result for dump in dumps]
-        self.case = " ".join(str(dump.path) for dump in dumps)
+        self.case = " ".join(dump.shown for dump in dumps)
         self.elements = sum(tensor.numel() for _, tensor in tensors_in(self.values))
 
     def trials(self) -> list[TrialResult]:
@@ -196,7 +196,7 @@ class _Group:
 
         given: dict[str, Any] = {"status": VIOLATES if found else CONFORMS, "judged": 1, **more}
         if given["status"] == VIOLATES:
-            files = [str(dump.path) for dump in self.dumps]
+            files = [dump.shown for dump in self.dumps]
             given["repeat"] = shlex.join(["moetail", "judge", *files])
         return TrialResult(
             rule=rule,
@@ -235,7 +235,9 @@ class _Group:
 
     def _unchanged(self) -> Iterator[TrialResult]:
         looked = [dump for dump in self.dumps if dump.changed is not None]
-        names = [f"{dump.path.name}: {name}" for dump in looked for name in dump.changed or ()]
+        names = [
+            f"{Path(dump.shown).name}: {name}" for dump in looked for name in dump.changed or ()
+        ]
         if looked:
             found = f"changed its arguments: {', '.join(names)}" if names else ""
             yield self._trial(
