@@ -165,8 +165,7 @@ def _unfused(
     owned = len(owned_tokens(num_tokens, workspace.world_size, workspace.rank))
     rows, weights = x.gemm2_permuted, x.expert_weights
     top_k = weights.shape[1]
-    finalized = rows.new_empty((slots, hidden_size))
-    finalized[owned:].zero_()
+    finalized = rows.new_empty((slots, hidden_size))  # past the owned ones, for nobody to read
     beam_moe_finalize(
         rows.view(rows.shape[0] // top_k, top_k, hidden_size),
         weights,

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 
 #include "binding.h"
@@ -38,6 +39,21 @@ enum CallKind : uint32_t { kOneshot, kTwoshot, kAllReduce };
 inline uint32_t signature_of(CallKind kind, bool normalized, int64_t tokens) {
   return (static_cast<uint32_t>(kind) << 30) | (static_cast<uint32_t>(normalized) << 29) |
          (static_cast<uint32_t>(tokens) & 0x1fffffffu);
+}
+
+// Where ranks share a GPU, one's blocks may wait on every SM for another, whose kernels must find room
+// beside them. An SM that is busy does not change how its memory is divided, and a kernel of small
+// blocks, 32 an SM and 1 KB for each, would wait for one that is idle. So waiting kernels ask for that
+// much: 14% of an SM's 228 KB.
+template <typename Kernel>
+void leave_room(Kernel kernel) {
+  static std::mutex mutex;
+  static std::set<const void*> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  if (known.insert(reinterpret_cast<const void*>(kernel)).second) {
+    TVM_FFI_CHECK_CUDA_ERROR(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, 14));
+  }
 }
 
 template <typename Kernel>
@@ -77,6 +93,7 @@ inline int cluster_of(int64_t tokens, int chunks, int share, const Device& devic
 template <typename Kernel>
 Layout layout_of(Kernel kernel, int64_t tokens, int chunks, int cluster, int share,
                  const Device& device) {
+  if (share > 1) leave_room(kernel);
   Layout layout = {};
   layout.warps = (chunks + cluster - 1) / cluster;
   layout.cluster = cluster > 1 ? (chunks + layout.warps - 1) / layout.warps : 1;
