@@ -210,6 +210,8 @@ def figures() -> str:
         number = f"{machine['gpus']} x " if several else ""
         parts.append(f"### {number}{machine['gpu']}\n\n{_machine(path)} `{path.name}`\n")
         parts.append(_of_ranks(rows) if several else _of_kernels(machine, rows))
+        if "host" in report:
+            parts.append(_of_host(report["host"]))
     return "\n".join(parts) or "No figures have been committed yet.\n"
 
 
@@ -262,6 +264,13 @@ def _of_kernels(machine: dict[str, Any], rows: list[dict[str, Any]]) -> str:
     intro = f"{model}, H = {shape['hidden']}, K = {shape['top_k']}:\n\n"
     by_model = _table(["model", "tokens", *operations], others)
     return f"{intro}{text}\nOf the best bandwidth, by model and tokens:\n\n{by_model}"
+
+
+def _of_host(host: dict[str, dict[str, float]]) -> str:
+    shown = [[name, f"{row['us']:.1f}", f"{row['of_add']:.2f}"] for name, row in host.items()]
+    return "What an eager call costs the host:\n\n" + _table(
+        ["call", "us", "of torch.add's"], shown
+    )
 
 
 def _of_ranks(rows: list[dict[str, Any]]) -> str:

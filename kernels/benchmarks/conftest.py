@@ -23,8 +23,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def rows(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
-    """A row for each operation, model and number of tokens; written at the end."""
+def host() -> dict[str, dict[str, float]]:
+    """What an eager call costs the host, by operation."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def rows(
+    request: pytest.FixtureRequest, host: dict[str, dict[str, float]]
+) -> Iterator[list[dict[str, Any]]]:
+    """A row for each operation, model and number of tokens; written at the end, with ``host``."""
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     found: list[dict[str, Any]] = []
@@ -54,9 +62,11 @@ def rows(request: pytest.FixtureRequest) -> Iterator[list[dict[str, Any]]]:
     folder: Path = request.config.getoption("--results")
     folder.mkdir(parents=True, exist_ok=True)
     name = "bench-kernels-" + machine["gpu"].lower().replace(" ", "-")
-    text = json.dumps({"machine": machine, "rows": found}, indent=1)
+    text = json.dumps({"machine": machine, "host": host, "rows": found}, indent=1)
     (folder / f"{name}.json").write_text(text + "\n")
     _print(machine, found)
+    for operation, times in host.items():
+        print(f"host: {operation:28} {times['us']:6.2f} us  of torch.add's {times['of_add']:.2f}")
     _plot(folder / f"{name}.png", machine, found)
 
 

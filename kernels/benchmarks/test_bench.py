@@ -2,13 +2,13 @@
 
 Times are device times of a launch in a CUDA graph, hot for up to 64 tokens and on rotating buffers
 past the L2 for more. Two floors: the bytes that must move at the best bandwidth that any streaming
-kernel reached in this run, and a streaming kernel of the same bytes. ``--results DIR`` says where
-the JSON and the plot go.
+kernel reached in this run, and a streaming kernel of the same bytes. Beside them, what an eager
+call costs the host, and what ``torch.add`` does. ``--results DIR`` says where JSON and plot go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import moetail.kernels as kernels
-from moetail.spec import UnfinalizedMoEOutput
+from moetail.spec import MoEOutput, UnfinalizedMoEOutput
 
 TOKENS = (1, 8, 64, 256, 1024, 4096, 16384)
 MODELS = {  # H, K
@@ -146,6 +146,48 @@ def test_bench(
         row.update(peers_of(operation, measure))
     benchmark.extra_info.update(row)
     rows.append(row)
+
+
+def host_calls() -> dict[str, Callable[[], Any]]:
+    """An eager call of each operation, into new tensors, beside calls of torch.
+
+    The exchanges have one rank, so that their kernels wait for nobody.
+    """
+    hidden, top_k = MODELS["DeepSeek-V3"]
+    i = inputs(1, hidden, top_k)
+    x, slots = i.x, i.slots
+    tail = (i.residual, i.post, 1e-6, i.following, 1e-5, SCALES)
+    output = MoEOutput(x, i.residual, 1.5)
+    (workspace,) = kernels.BeamAllReduceWorkspace.virtual(1, hidden, 8)
+    outputs = torch.empty_like(i.residual), torch.empty_like(i.residual)
+    return {
+        "torch.add": lambda: torch.add(i.residual, i.routed),
+        "torch's rms_norm": lambda: torch.nn.functional.rms_norm(i.residual, (hidden,), i.post),
+        "finalize": lambda: kernels.beam_moe_finalize(
+            slots, i.weights, torch.empty_like(i.residual), 1.5
+        ),
+        "boundary": lambda: kernels.beam_norm_residual_norm(i.routed, *tail),
+        "fused": lambda: kernels.beam_moe_finalize_norm_residual_norm(x, *tail, 1.5),
+        "finalize_moe_output": lambda: kernels.finalize_moe_output(output),
+        "gather": lambda: kernels.beam_moe_finalize_gather_norm_residual_norm(
+            x, *tail, workspace, 1.5
+        ),
+        "all-reduce": lambda: kernels.beam_finalize_allreduce_norm_residual_norm(
+            output, *tail, workspace
+        ),
+        "gather, the launch alone": lambda: workspace.launch(
+            "gather",
+            *outputs,
+            (False, i.rows, i.weights, 1.5),
+            (i.post, 1e-6, i.residual, *SCALES, i.following, 1e-5),
+        ),
+    }
+
+
+def test_host_time(rows: list[dict[str, Any]], host: dict[str, dict[str, float]]) -> None:
+    times = timing.host_times(host_calls())
+    for name, us in times.items():
+        host[name] = {"us": us, "of_add": us / times["torch.add"]}
 
 
 def peers_of(operation: str, measure: Any) -> dict[str, float]:

@@ -1,11 +1,13 @@
-"""Device time of a launch in a CUDA graph, and the memory's own speed."""
+"""Device time of a launch in a CUDA graph, host time of a call, and the memory's own speed."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,33 @@ def graph_time(launches: Sequence[Callable[[], Any]], replays: int = 9) -> float
         times.append(start.elapsed_time(end) * 1e3 / len(launches))
     del kept
     return statistics.median(times)
+
+
+def host_times(
+    calls: Mapping[str, Callable[[], Any]], samples: int = 60, batch: int = 100
+) -> dict[str, float]:
+    """Microseconds of the host for an eager call of each: the median over samples.
+
+    The calls take turns, a batch of each, so that all have the machine in the same state. A batch
+    is short enough for the GPU's queue to take it all, and so nothing waits for the GPU.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    gc.collect()
+    gc.disable()
+    try:
+        for sample in range(samples + 3):  # the first ones warm up
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(batch):
+                    call()
+                elapsed = time.perf_counter() - start
+                if sample >= 3:
+                    times[name].append(elapsed * 1e6 / batch)
+    finally:
+        gc.enable()
+    torch.cuda.synchronize()
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def number_of_sets(tokens: int, bytes_a_set: int) -> int:

@@ -33,8 +33,8 @@ __all__ = ["ARCHITECTURES", "BuildError", "build", "library", "register_report"]
 ARCHITECTURES = {"sm80": "8.0", "sm90": "9.0", "sm100": "10.0", "sm120": "12.0"}
 
 CSRC = Path(__file__).parent / "csrc"
-SOURCES = ("finalize.cu", "tail.cu", "gather.cu", "allreduce.cu")
-HEADERS = ("binding.h", "stages.cuh", "exchange.h", "exchange.cuh")
+SOURCES = ("finalize.cu", "tail.cu", "gather.cu", "allreduce.cu", "direct.cu")
+HEADERS = ("arguments.h", "binding.h", "stages.cuh", "exchange.h", "exchange.cuh")
 # No fast math: subnormals count, and division and square root are IEEE's.
 FLAGS = ("-Xptxas=-v",)
 # Bytes a thread may spill: a few registers are the price of one block an SM more.

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.kernels import direct
 from moetail.kernels.operations import (
     beam_moe_finalize,
     beam_norm_residual_norm,
     finalize_moe_output,
 )
-from moetail.kernels.workspace import BeamAllReduceWorkspace, Buffers
+from moetail.kernels.workspace import BeamAllReduceWorkspace, Buffers, default_strategy
 from moetail.reference import Reference
 from moetail.reference.operations import all_gather
 from moetail.spec import (
@@ -90,14 +91,6 @@ def _boundary(
     )
 
 
-def _strategy(num_tokens: int, workspace: Workspace) -> str:
-    """What strategy None means (OWN-4)."""
-    if num_tokens <= workspace.moe_gather_oneshot_max_tokens:
-        return "oneshot"
-    separate = workspace.moe_gather_separate_norm_min_tokens
-    return "unfused" if separate is not None and num_tokens >= separate else "twoshot"
-
-
 def beam_moe_finalize_gather_norm_residual_norm(
     x: UnfinalizedMoEOutput,
     residual: Tensor,
@@ -112,31 +105,23 @@ def beam_moe_finalize_gather_norm_residual_norm(
     strategy: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """See :meth:`moetail.spec.MoETail.beam_moe_finalize_gather_norm_residual_norm`."""
-    checks.check_gather(
-        x,
-        residual,
-        post_weight,
-        post_eps,
-        next_weight,
-        next_eps,
-        scales,
-        workspace,
-        routed_scale,
-        strategy,
-    )
-    tail = (post_weight, post_eps, next_weight, next_eps, scales)
+    tail = (residual, post_weight, post_eps, next_weight, next_eps, scales)
+    made = direct.gather(x, routed_scale, strategy, workspace, tail)
+    if made is not None:
+        return made
+    checks.check_gather(x, *tail, workspace, routed_scale, strategy)
     if not residual.is_cuda:
         return _reference.beam_moe_finalize_gather_norm_residual_norm(
-            x, residual, *tail, workspace, routed_scale, strategy=strategy
+            x, *tail, workspace, routed_scale, strategy=strategy
         )
     ours, _ = _of_device(workspace, residual)
     num_tokens = residual.shape[0]
     hidden, normalized = _outputs(residual, next_eps)
     if num_tokens == 0:
         return hidden, normalized
-    strategy = strategy or _strategy(num_tokens, workspace)
+    strategy = strategy or default_strategy(num_tokens, workspace)
     if strategy == "unfused":
-        return _unfused(x, residual, tail, ours, float(routed_scale))
+        return _unfused(x, tail, ours, float(routed_scale))
     ours.launch(
         "gather",
         hidden,
@@ -147,20 +132,19 @@ def beam_moe_finalize_gather_norm_residual_norm(
             x.expert_weights,
             float(routed_scale),
         ),
-        _boundary(residual, *tail),
+        _boundary(*tail),
     )
     return hidden, normalized
 
 
 def _unfused(
     x: UnfinalizedMoEOutput,
-    residual: Tensor,
     tail: tuple[Any, ...],
     workspace: BeamAllReduceWorkspace,
     routed_scale: float,
 ) -> tuple[Tensor, Tensor | None]:
     """Finalize, all-gather, boundary."""
-    num_tokens, hidden_size = residual.shape
+    num_tokens, hidden_size = tail[0].shape
     slots = tokens_per_rank(num_tokens, workspace.world_size)
     owned = len(owned_tokens(num_tokens, workspace.world_size, workspace.rank))
     rows, weights = x.gemm2_permuted, x.expert_weights
@@ -175,7 +159,7 @@ def _unfused(
     gathered = rows.new_empty((workspace.world_size * slots, hidden_size))
     collective = workspace.all_gather or all_gather()
     collective(gathered, finalized, group=workspace.device_group)
-    return beam_norm_residual_norm(gathered[:num_tokens], residual, *tail)
+    return beam_norm_residual_norm(gathered[:num_tokens], *tail)
 
 
 def beam_finalize_allreduce_norm_residual_norm(
@@ -189,23 +173,26 @@ def beam_finalize_allreduce_norm_residual_norm(
     workspace: Workspace,
 ) -> tuple[Tensor, Tensor | None]:
     """See :meth:`moetail.spec.MoETail.beam_finalize_allreduce_norm_residual_norm`."""
-    tail = (post_weight, post_eps, next_weight, next_eps, scales)
-    checks.check_allreduce(x, residual, *tail, workspace)
+    tail = (residual, post_weight, post_eps, next_weight, next_eps, scales)
+    made = direct.allreduce(x, workspace, tail)
+    if made is not None:
+        return made
+    checks.check_allreduce(x, *tail, workspace)
     if not residual.is_cuda:
-        return _reference.beam_finalize_allreduce_norm_residual_norm(x, residual, *tail, workspace)
+        return _reference.beam_finalize_allreduce_norm_residual_norm(x, *tail, workspace)
     ours, buffers = _of_device(workspace, residual)
     hidden, normalized = _outputs(residual, next_eps)
     num_tokens = residual.shape[0]
     if num_tokens == 0:
         return hidden, normalized
     if buffers.width != residual.shape[1]:
-        return beam_norm_residual_norm(_summed(finalize_moe_output(x), ours), residual, *tail)
+        return beam_norm_residual_norm(_summed(finalize_moe_output(x), ours), *tail)
     rows, weights, index = _routed(x)
     shared, factor = x.shared_output, float(x.routed_scaling_factor)
     if weights is not None and weights.shape[1] > checks.MAX_TOP_K:
         rows, weights, index, shared, factor = finalize_moe_output(x), None, None, None, 1.0
     rows, shared = _aligned(rows), _aligned(shared)
-    post, eps, residual, x_scale, r_scale, following, following_eps = _boundary(residual, *tail)
+    post, eps, residual, x_scale, r_scale, following, following_eps = _boundary(*tail)
     # What every rank sends to every other one fits into a slot.
     step = buffers.slot_rows // workspace.world_size
     for start in range(0, num_tokens, step):

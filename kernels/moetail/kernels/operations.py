@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from moetail.kernels import operators
+from moetail.kernels import direct, operators
 from moetail.reference import convert_flashinfer_moe_output, route_major_moe_output
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, checks
 
@@ -41,6 +41,11 @@ def beam_moe_finalize(
     post_eps: float | None = None,
 ) -> Tensor:
     """See :meth:`moetail.spec.MoETail.beam_moe_finalize`."""
+    made = direct.finalize(
+        expert_outputs, expert_weights, output, routed_scale, post_weight, post_eps
+    )
+    if made is not None:
+        return made
     checks.check_finalize(
         expert_outputs, expert_weights, output, routed_scale, post_weight, post_eps
     )
@@ -60,7 +65,11 @@ def beam_norm_residual_norm(
     scales: tuple[float, float] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See :meth:`moetail.spec.MoETail.beam_norm_residual_norm`."""
-    checks.check_boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
+    tail = (residual, post_weight, post_eps, next_weight, next_eps, scales)
+    made = direct.boundary(x, tail)
+    if made is not None:
+        return made
+    checks.check_boundary(x, *tail)
     hidden, normalized = operators.boundary(
         x,
         residual,
@@ -90,17 +99,12 @@ def beam_moe_finalize_norm_residual_norm(
     "fused", the default, is faster for every number of tokens: it neither writes the finalized rows
     nor reads them again.
     """
-    checks.check_fused(
-        x,
-        residual,
-        post_weight,
-        post_eps,
-        next_weight,
-        next_eps,
-        scales,
-        routed_scale,
-        strategy,
-    )
+    tail = (residual, post_weight, post_eps, next_weight, next_eps, scales)
+    if strategy is None or strategy == "fused":
+        made = direct.fused(x, routed_scale, tail)
+        if made is not None:
+            return made
+    checks.check_fused(x, *tail, routed_scale, strategy)
     rows, weights = x.gemm2_permuted, x.expert_weights
     if strategy == "unfused" and rows.is_cuda:
         top_k, hidden_size = weights.shape[1], rows.shape[1]
@@ -132,6 +136,9 @@ def beam_moe_finalize_norm_residual_norm(
 
 def finalize_moe_output(x: MoEOutput) -> Tensor:
     """See :meth:`moetail.spec.MoETail.finalize_moe_output`."""
+    made = direct.finalize_output(x)
+    if made is not None:
+        return made
     checks.check_moe_output(x)
     routed, factor = x.routed, float(x.routed_scaling_factor)
     if isinstance(routed, Tensor):

@@ -45,11 +45,18 @@ boundary = torch.ops.moetail.boundary.default
 finalize_boundary = torch.ops.moetail.finalize_boundary.default
 
 
+loaded: dict[int, Any] = {}  # the library of each GPU that has been asked for, by its index
+
+
 def kernels_on(device: torch.device) -> Any:
     """The library of the kernels for that GPU, built where it is not there yet."""
-    from moetail.kernels import build  # not above: it is a command too, and would load twice
+    kernels = loaded.get(device.index)
+    if kernels is None:
+        from moetail.kernels import build  # not above: it is a command too, and would load twice
 
-    return build.library(torch.cuda.get_device_capability(device))
+        kernels = build.library(torch.cuda.get_device_capability(device))
+        loaded[device.index] = kernels
+    return kernels
 
 
 def _normalized_like(hidden: Tensor, next_eps: float | None) -> Tensor:

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moetail.kernels.operators import kernels_on
-from moetail.spec import ContractError
+from moetail.spec import ContractError, Workspace
 from moetail.spec.checks import HIDDEN_MULTIPLE, MAX_HIDDEN, MIN_HIDDEN, check_workspace_request
 
-__all__ = ["BeamAllReduceWorkspace", "ExchangeError"]
+__all__ = ["BeamAllReduceWorkspace", "ExchangeError", "default_strategy"]
 
 MAX_RANKS = 8
 # As in exchange.cuh: what an empty word holds, and the bytes behind the slots for the headers.
@@ -74,6 +74,7 @@ class Buffers:
         handle: keeps the peers' mappings.
         state: the call counter, on the device.
         report: what went wrong, in host memory that the device writes.
+        given: of these, what every kernel takes, converted once.
     """
 
     device: torch.device
@@ -85,10 +86,16 @@ class Buffers:
     handle: Any = None
     state: Tensor = field(init=False)
     report: Tensor = field(init=False)
+    given: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        import tvm_ffi  # not above: what needs no GPU needs none of it
+
         self.state = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.report = torch.zeros(5, dtype=torch.int64).pin_memory()
+        tensors = (self.addresses, self.state, self.report)
+        addresses, state, report = (tvm_ffi.from_dlpack(tensor) for tensor in tensors)
+        self.given = (addresses, self.width, self.slot_rows, state, report, self.share)
 
     def clear(self) -> None:
         """Every word empty, no header."""
@@ -301,15 +308,19 @@ class BeamAllReduceWorkspace:
             *boundary,
             hidden,
             normalized,
-            buffers.addresses,
             self.rank,
-            buffers.slot_rows,
-            buffers.state,
-            buffers.report,
             float(self.deadline_s),
-            buffers.share,
+            *buffers.given,
             True,  # programmatic dependent launch
         )
+
+
+def default_strategy(num_tokens: int, workspace: Workspace) -> str:
+    """What strategy None means (OWN-4)."""
+    if num_tokens <= workspace.moe_gather_oneshot_max_tokens:
+        return "oneshot"
+    separate = workspace.moe_gather_separate_norm_min_tokens
+    return "unfused" if separate is not None and num_tokens >= separate else "twoshot"
 
 
 def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:

@@ -118,22 +118,23 @@ void allreduce(TensorView rows, Optional<TensorView> weights, Optional<TensorVie
                Optional<TensorView> shared, double routed_scale, Optional<TensorView> post_weight,
                Optional<double> post_eps, Optional<TensorView> residual, double x_scale,
                double r_scale, Optional<TensorView> next_weight, double next_eps, TensorView hidden,
-               Optional<TensorView> normalized, TensorView buffers, int64_t rank, int64_t slot_rows,
-               TensorView state, TensorView report, double deadline_s, int64_t share, bool pdl) {
+               Optional<TensorView> normalized, int64_t rank, double deadline_s,
+               TensorView buffers, int64_t width, int64_t slot_rows, TensorView state,
+               TensorView report, int64_t share, bool pdl) {
   const int64_t tokens = hidden.size(0), hidden_size = hidden.size(1);
   if (tokens == 0) return;
   AllReduceParams p = {};
   p.boundary = boundary_of(residual, post_weight, post_eps, x_scale, r_scale, next_weight, next_eps,
                            hidden, normalized);
-  p.exchange =
-      exchange_of(buffers, rank, slot_rows, hidden_size, state, report, deadline_s,
-                  signature_of(kAllReduce, p.boundary.normalized != nullptr, tokens), share);
+  p.exchange = exchange_of(
+      rank, deadline_s, buffers, width, slot_rows, state, report, share,
+      signature_of(kAllReduce, p.boundary.normalized != nullptr, tokens));
   p.experts = experts_of(rows, weights, map);
   p.shared = data_or_null<const bf16>(shared);
   p.routed_scale = static_cast<float>(routed_scale);
   p.tokens = tokens;
   p.chunks = static_cast<int>(hidden_size / kChunk);
-  TVM_FFI_ICHECK(tokens * p.exchange.ranks <= slot_rows);
+  TVM_FFI_ICHECK(width == hidden_size && tokens * p.exchange.ranks <= slot_rows);
   const DLDevice dl = hidden.device();
   const Device& device = device_of(dl);
   const int cluster = cluster_of(tokens, p.chunks, static_cast<int>(share), device);

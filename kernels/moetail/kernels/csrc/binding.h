@@ -1,5 +1,5 @@
-// From tensors and options to kernel parameters and a launch. Arguments are checked in Python, by
-// the checks that the reference uses too, before anything here is called.
+// From tensors and options to kernel parameters and a launch. Arguments are checked before anything
+// here is called: by the checks that the reference uses too, or by arguments.h.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -123,8 +123,30 @@ void launch(void (*kernel)(Args...), DLDevice device, const Grid& grid, Args... 
   TVM_FFI_CHECK_CUDA_ERROR(error);
 }
 
-// finalize.cu; tail.cu falls back on it for tensors that do not begin at a multiple of 16 bytes.
+// tail falls back on finalize for tensors that do not begin at a multiple of 16 bytes.
 void finalize(TensorView rows, Optional<TensorView> weights, Optional<TensorView> map,
               Optional<TensorView> shared, TensorView output, double routed_scale, bool pdl);
+
+void tail(TensorView x, Optional<TensorView> weights, double routed_scale,
+          Optional<TensorView> post_weight, Optional<double> post_eps,
+          Optional<TensorView> residual, double x_scale, double r_scale,
+          Optional<TensorView> next_weight, double next_eps, TensorView hidden,
+          Optional<TensorView> normalized, bool pdl);
+
+void gather(bool twoshot, TensorView rows, Optional<TensorView> weights, double routed_scale,
+            Optional<TensorView> post_weight, Optional<double> post_eps,
+            Optional<TensorView> residual, double x_scale, double r_scale,
+            Optional<TensorView> next_weight, double next_eps, TensorView hidden,
+            Optional<TensorView> normalized, int64_t rank, double deadline_s,
+            TensorView buffers, int64_t width, int64_t slot_rows, TensorView state,
+            TensorView report, int64_t share, bool pdl);
+
+void allreduce(TensorView rows, Optional<TensorView> weights, Optional<TensorView> map,
+               Optional<TensorView> shared, double routed_scale, Optional<TensorView> post_weight,
+               Optional<double> post_eps, Optional<TensorView> residual, double x_scale,
+               double r_scale, Optional<TensorView> next_weight, double next_eps, TensorView hidden,
+               Optional<TensorView> normalized, int64_t rank, double deadline_s,
+               TensorView buffers, int64_t width, int64_t slot_rows, TensorView state,
+               TensorView report, int64_t share, bool pdl);
 
 }  // namespace moetail

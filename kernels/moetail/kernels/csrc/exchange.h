@@ -13,10 +13,10 @@
 namespace moetail {
 
 // buffers: int64 [W] on the CPU, addresses. state: int64 [2] on the device. report: int64 [5],
-// pinned. rows: of H elements a slot.
-inline Exchange exchange_of(TensorView buffers, int64_t rank, int64_t rows, int64_t hidden_size,
-                            TensorView state, TensorView report, double deadline_s,
-                            uint32_t signature, int64_t share) {
+// pinned. rows: of `width` elements a slot.
+inline Exchange exchange_of(int64_t rank, double deadline_s, TensorView buffers, int64_t width,
+                            int64_t rows, TensorView state, TensorView report, int64_t share,
+                            uint32_t signature) {
   Exchange x = {};
   x.ranks = static_cast<int>(buffers.size(0));
   TVM_FFI_ICHECK(x.ranks <= kMaxRanks);
@@ -24,7 +24,7 @@ inline Exchange exchange_of(TensorView buffers, int64_t rank, int64_t rows, int6
     x.buffer[r] = reinterpret_cast<char*>(static_cast<const int64_t*>(buffers.data_ptr())[r]);
   }
   x.rank = static_cast<int>(rank);
-  x.slot_bytes = rows * hidden_size * static_cast<int64_t>(sizeof(bf16));
+  x.slot_bytes = rows * width * static_cast<int64_t>(sizeof(bf16));
   x.state = static_cast<ExchangeState*>(state.data_ptr());
   x.report = static_cast<Report*>(report.data_ptr());
   x.deadline_ns = static_cast<int64_t>(deadline_s * 1e9);

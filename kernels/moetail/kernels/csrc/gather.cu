@@ -325,16 +325,18 @@ void gather(bool twoshot, TensorView rows, Optional<TensorView> weights, double 
             Optional<TensorView> post_weight, Optional<double> post_eps,
             Optional<TensorView> residual, double x_scale, double r_scale,
             Optional<TensorView> next_weight, double next_eps, TensorView hidden,
-            Optional<TensorView> normalized, TensorView buffers, int64_t rank, int64_t slot_rows,
-            TensorView state, TensorView report, double deadline_s, int64_t share, bool pdl) {
+            Optional<TensorView> normalized, int64_t rank, double deadline_s,
+            TensorView buffers, int64_t width, int64_t slot_rows, TensorView state,
+            TensorView report, int64_t share, bool pdl) {
   const int64_t tokens = hidden.size(0), hidden_size = hidden.size(1);
   if (tokens == 0) return;
+  TVM_FFI_ICHECK(width == hidden_size);
   GatherParams p = {};
   p.boundary = boundary_of(residual, post_weight, post_eps, x_scale, r_scale, next_weight, next_eps,
                            hidden, normalized);
   p.exchange = exchange_of(
-      buffers, rank, slot_rows, hidden_size, state, report, deadline_s,
-      signature_of(twoshot ? kTwoshot : kOneshot, p.boundary.normalized != nullptr, tokens), share);
+      rank, deadline_s, buffers, width, slot_rows, state, report, share,
+      signature_of(twoshot ? kTwoshot : kOneshot, p.boundary.normalized != nullptr, tokens));
   p.experts = experts_of(rows, weights, Optional<TensorView>());
   p.routed_scale = static_cast<float>(routed_scale);
   const int64_t per_rank = (tokens + p.exchange.ranks - 1) / p.exchange.ranks;
