@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from moetail.conformance.cases import Case
 from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.judge import judge
 from moetail.kernels import BeamAllReduceWorkspace, ExchangeError
-from moetail.spec import ContractError
+from moetail.spec import ContractError, MoEOutput, UnfinalizedMoEOutput
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -176,6 +176,115 @@ def test_payload_of_negative_zeros(call: str, ranks: int) -> None:
         workspaces = workspaces_of(ranks, 256)
         assert_conforms(case, calls, run_with(case, calls, workspaces))
         workspaces[0].check()
+
+
+def spread(ranks: int, x: UnfinalizedMoEOutput) -> list[UnfinalizedMoEOutput]:
+    """Each rank's own tokens of a batch; what lies behind them is NaN."""
+    hidden, (tokens, top_k) = x.gemm2_permuted.shape[1], x.expert_weights.shape
+    slots = -(-tokens // ranks)
+    parts = []
+    for rank in range(ranks):
+        own = slice(min(rank * slots, tokens), min((rank + 1) * slots, tokens))
+        rows = torch.full((slots, top_k, hidden), float("nan"), device="cuda").bfloat16()
+        weights = torch.full((slots, top_k), float("nan"), device="cuda")
+        rows[: own.stop - own.start] = x.gemm2_permuted.view(-1, top_k, hidden)[own]
+        weights[: own.stop - own.start] = x.expert_weights[own]
+        index = torch.arange(slots * top_k, dtype=torch.int32, device="cuda").view(slots, top_k)
+        parts.append(UnfinalizedMoEOutput(rows.view(-1, hidden), weights, index))
+    return parts
+
+
+def assert_same_bits(found: Any, expected: Any, what: str) -> None:
+    for a, b in zip(found, expected, strict=True):
+        different = int((a.view(torch.int16) != b.view(torch.int16)).sum())
+        assert different == 0, f"{different} elements of {what}"
+
+
+def sizes(most: int) -> Iterator[int]:
+    tokens = 1
+    while tokens <= most:
+        yield tokens
+        tokens += max(1, tokens // 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("hidden", [256, 2048, 4608, 7168])
+def test_bits_depend_neither_on_strategy_nor_on_ranks(ranks: int, hidden: int) -> None:
+    """Those of one GPU without an exchange, zeros' signs too, at any number of tokens."""
+    torch.manual_seed(ranks)
+    top_k, most = 3, 500
+    rows = torch.randn(most, top_k, hidden, device="cuda").bfloat16()
+    rows[..., ::5] = 0.0
+    rows[2, 1] = torch.tensor(-1, dtype=torch.int16).view(torch.bfloat16)  # NaN, all bits set
+    weights = torch.rand(most, top_k, device="cuda")
+    index = torch.arange(most * top_k, dtype=torch.int32, device="cuda").view(most, top_k)
+    residual = torch.randn(most, hidden, device="cuda").bfloat16()
+    residual[:, ::10] = -0.0
+    weight = torch.randn(hidden, device="cuda").bfloat16()
+    tails = [(weight, 1e-5, weight, 1e-5, (0.75, 1.25)), (None, None, weight, 1e-5, None)]
+    workspaces = workspaces_of(ranks, hidden)
+
+    def gathered(x: UnfinalizedMoEOutput, here: Tensor, tail: Any, strategy: str) -> list[Any]:
+        parts = spread(ranks, x)
+        return together(
+            ranks,
+            lambda rank: kernels.beam_moe_finalize_gather_norm_residual_norm(
+                parts[rank], here, *tail, workspaces[rank], -1.5, strategy=strategy
+            ),
+        )
+
+    for tokens in sizes(most):
+        some = torch.randperm(most, device="cuda")[:tokens]
+        x = UnfinalizedMoEOutput(rows[some].view(-1, hidden), weights[some], index[:tokens])
+        here, tail = residual[some], tails[tokens % 2]
+        expected = kernels.beam_moe_finalize_norm_residual_norm(x, here, *tail, -1.5)
+        for strategy in ("oneshot", "twoshot", "unfused"):
+            for result in gathered(x, here, tail, strategy):
+                assert_same_bits(result, expected, f"T = {tokens}, {strategy}")
+    for workspace in workspaces:
+        workspace.check()
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("hidden", [256, 7168])
+def test_bits_of_an_allreduce_do_not_depend_on_the_batch(ranks: int, hidden: int) -> None:
+    torch.manual_seed(ranks)
+    top_k, most = 3, 300
+    parts = [
+        (
+            torch.randn(most, top_k, hidden, device="cuda").bfloat16(),
+            torch.rand(most, top_k, device="cuda"),
+        )
+        for _ in range(ranks)
+    ]
+    residual = torch.randn(most, hidden, device="cuda").bfloat16()
+    weight = torch.randn(hidden, device="cuda").bfloat16()
+    tail = (weight, 1e-5, weight, 1e-5, (0.75, 1.25))
+    workspaces = workspaces_of(ranks, hidden)
+
+    def results(some: Tensor) -> list[Any]:
+        index = torch.arange(len(some) * top_k, dtype=torch.int32, device="cuda")
+        given = [
+            MoEOutput(
+                UnfinalizedMoEOutput(
+                    rows[some].view(-1, hidden), weights[some], index.view(len(some), top_k)
+                )
+            )
+            for rows, weights in parts
+        ]
+        here = residual[some]
+        return together(
+            ranks,
+            lambda rank: kernels.beam_finalize_allreduce_norm_residual_norm(
+                given[rank], here, *tail, workspaces[rank]
+            ),
+        )
+
+    expected = results(torch.arange(most, device="cuda"))[0]
+    for tokens in sizes(most):
+        some = torch.randperm(most, device="cuda")[:tokens]
+        for result in results(some):
+            assert_same_bits(result, [made[some] for made in expected], f"T = {tokens}")
 
 
 def test_tensors_at_odd_addresses() -> None:

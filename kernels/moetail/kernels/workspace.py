@@ -29,7 +29,7 @@ __all__ = ["BeamAllReduceWorkspace", "ExchangeError", "default_strategy"]
 
 MAX_RANKS = 8
 # As in exchange.cuh: what an empty word holds, and the bytes behind the slots for the headers.
-_EMPTY = 0x80008000 - 2**32
+_EMPTY = -1
 _HEADER_BYTES = 2 * MAX_RANKS * 8
 _OTHER_WIDTH = 2048
 _CALLS = ("oneshot gather", "twoshot gather", "all-reduce", "?")

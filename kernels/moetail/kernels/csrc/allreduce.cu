@@ -49,7 +49,6 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
       const uint4 shared = load_once(p.shared + here, p.shared && place.held);
       value = finalize_token<kRoutes>(p.experts, place, token, hidden_size, p.routed_scale);
       if (p.shared) value = map_rounded([](float s, float h) { return s + h; }, value, shared);
-      value = without_empty(value);
       if (place.held) {
         send(x, call, offset_of(token, x.rank), value);
         if constexpr (!kSingle) put(slot_of(x, call, x.rank) + offset_of(token, x.rank), value);

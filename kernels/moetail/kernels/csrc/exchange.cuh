@@ -1,7 +1,8 @@
 // How ranks exchange rows: over peer memory, the payload being its own flag.
 //
 // Every rank has one symmetric buffer: two slots of rows, and a header for each slot and source. A
-// word that holds kEmpty, two negative zeros, is empty; no payload word ever is (`without_empty`).
+// word that holds kEmpty is empty. No payload word ever does: its halves are NaN with all bits set,
+// and payload is sent as it comes from a rounding to BF16, whose only NaN is 0x7fff.
 // Call n of a workspace, counted on the device so that a replayed graph counts too, uses slot n % 2:
 //
 //   1. announce: this rank's header of call n, n with the call's signature, goes to every peer.
@@ -20,9 +21,8 @@
 //
 // Replicas are bit-identical (OWN-3). Payload is exchanged after its rounding to BF16; its owner too
 // goes on from what it sent. From there on all ranks evaluate the same functions over the same bits:
-// the 256 elements of a chunk are in one warp, however tokens are divided, their sum is made by the
-// same additions whether the warp holds one chunk or four, and sums go on in the order of chunks
-// and, over ranks, of ranks.
+// a sum over a token is made by the same additions however tokens are divided, and one over ranks in
+// the order of ranks. Whether a token is exchanged or not changes none of its bits either.
 #pragma once
 
 #include "stages.cuh"
@@ -30,7 +30,7 @@
 namespace moetail {
 
 constexpr int kMaxRanks = 8;
-constexpr uint32_t kEmpty = 0x80008000u;
+constexpr uint32_t kEmpty = 0xffffffffu;
 constexpr uint32_t kNaN = 0x7fc07fc0u;  // where a rank did not arrive
 // Of `calls`, one call's worth: the blocks of a grid add up to it.
 constexpr int kCallShift = 16;
@@ -165,15 +165,6 @@ __device__ __forceinline__ void finish_call(const Exchange& x, Call call) {
 
 // ---- Payload -----------------------------------------------------------------------------------
 
-// Two negative zeros become two positive ones: a zero's sign is free, and kEmpty means empty.
-__device__ __forceinline__ uint4 without_empty(uint4 v) {
-  v.x = v.x == kEmpty ? 0u : v.x;
-  v.y = v.y == kEmpty ? 0u : v.y;
-  v.z = v.z == kEmpty ? 0u : v.z;
-  v.w = v.w == kEmpty ? 0u : v.w;
-  return v;
-}
-
 __device__ __forceinline__ bool any_empty(uint4 v) {
   return v.x == kEmpty || v.y == kEmpty || v.z == kEmpty || v.w == kEmpty;
 }
@@ -301,7 +292,11 @@ template <int kRoutes>
 __device__ __forceinline__ uint4 finalize_rows(const Experts& experts, const Place& place,
                                                const Rows<kRoutes>& rows, int64_t hidden_size,
                                                float routed_scale) {
-  float sum[1][kVector] = {};
+  // Finalized rows, of one route and no weights, stay what they are, zeros' signs too.
+  const float start = experts.weights ? 0.0f : -0.0f;
+  float sum[1][kVector];
+#pragma unroll
+  for (float& element : sum[0]) element = start;
   add_rows(sum[0], experts, rows);
 #pragma unroll 1
   for (int first = kRoutes; first < experts.top_k; first += kRoutes) {

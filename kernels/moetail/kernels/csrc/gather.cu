@@ -38,10 +38,9 @@ __device__ __forceinline__ int64_t offset_of(const GatherParams& p, const Place&
 template <bool kTwoshot, int kRoutes>
 __device__ __forceinline__ uint4 finalize_own(const GatherParams& p, Call call, const Place& place,
                                               int64_t token, const Rows<kRoutes>& rows) {
-  uint4 value =
+  const uint4 value =
       finalize_rows(p.experts, place, rows, int64_t{p.chunks} * kChunk, p.routed_scale);
   if constexpr (!kTwoshot) {
-    value = without_empty(value);
     if (place.held) send(p.exchange, call, offset_of(p, place, token), value);
   }
   return value;
@@ -57,8 +56,6 @@ __device__ __forceinline__ void finish_own(const GatherParams& p, Call call, con
   constexpr Team kTeam = kCluster ? Team::kCluster : Team::kBlock;
   Outputs out = evaluate<kTeam>(b, place, value, residual, weights, sums, !kCluster, whole);
   if constexpr (kTwoshot) {
-    out.hidden = without_empty(out.hidden);
-    out.normalized = without_empty(out.normalized);
     if (place.held) {
       send(x, call, offset_of(p, place, token), out.hidden);
       if (b.normalized) send(x, call, offset_of(p, place, p.tokens + token), out.normalized);
@@ -107,14 +104,12 @@ __device__ __forceinline__ void receive_by_quarters(const GatherParams& p, Call 
   const int warps = blockDim.x / kWarp / kQuarters;
   const int quarter = threadIdx.x / kWarp / warps, warp = threadIdx.x / kWarp % warps;
   const Sums untouched{places[quarter], warp, warps, 1, quarter + 1};
-  sums_init<Team::kQuarter>(untouched);
-  // Of more than eight chunks, only the last part may be shorter.
-  const bool last = (kQuarters - 1) * warps + warp < p.chunks;
-  auto held = [&](int v) { return v < kQuarters - 1 || last; };
-  const int column = warp * kChunk + static_cast<int>(threadIdx.x % kWarp) * kVector;
-  const int stride = warps * kChunk;  // from vector to vector
+  sums_init<Team::kQuarter, kQuarters>(untouched);
+  auto held = [&](int v) { return warp * kQuarters + v < p.chunks; };
+  constexpr int kStep = kChunk * static_cast<int>(sizeof(bf16));  // from vector to vector
+  const int column = warp * kQuarters * kChunk + static_cast<int>(threadIdx.x % kWarp) * kVector;
   auto weight_of = [&](const bf16* weight, int v) {
-    return weight && held(v) ? load_kept(weight + column + v * stride) : make_uint4(0, 0, 0, 0);
+    return weight && held(v) ? load_kept(weight + column + v * kChunk) : make_uint4(0, 0, 0, 0);
   };
   const unsigned peers = x.ranks - 1;
   const unsigned items = static_cast<unsigned>(p.tokens_per_rank) * peers;
@@ -127,28 +122,27 @@ __device__ __forceinline__ void receive_by_quarters(const GatherParams& p, Call 
     const int64_t row = token * p.chunks * kChunk + column;
     const int64_t offset = row * static_cast<int64_t>(sizeof(bf16));
     const int64_t other = offset + p.tokens * p.chunks * kChunk * static_cast<int64_t>(sizeof(bf16));
-    const int step = stride * static_cast<int>(sizeof(bf16));
     const char* mine = slot_of(x, call, x.rank);
     // Twoshot: hidden and normalized. Oneshot: what was finalized, and the residual.
     uint4 first[kQuarters], second[kQuarters];
 #pragma unroll
     for (int v = 0; v < kQuarters; ++v) {
-      first[v] = held(v) ? peek(mine + offset + v * step) : make_uint4(0, 0, 0, 0);
+      first[v] = held(v) ? peek(mine + offset + v * kStep) : make_uint4(0, 0, 0, 0);
     }
 #pragma unroll
     for (int v = 0; v < kQuarters; ++v) {
       if constexpr (kTwoshot) {
-        second[v] = held(v) && b.normalized ? peek(mine + other + v * step) : first[v];
+        second[v] = held(v) && b.normalized ? peek(mine + other + v * kStep) : first[v];
       } else {
-        second[v] = load_once(b.residual + row + v * stride, b.residual && held(v));
+        second[v] = load_once(b.residual + row + v * kChunk, b.residual && held(v));
       }
     }
 #pragma unroll
     for (int v = 0; v < kQuarters; ++v) {
       if (!held(v)) continue;
-      first[v] = receive(x, call, offset + v * step, source, first[v]);
+      first[v] = receive(x, call, offset + v * kStep, source, first[v]);
       if (kTwoshot && b.normalized) {
-        second[v] = receive(x, call, other + v * step, source, second[v]);
+        second[v] = receive(x, call, other + v * kStep, source, second[v]);
       }
     }
     Sums sums = untouched;
@@ -161,7 +155,7 @@ __device__ __forceinline__ void receive_by_quarters(const GatherParams& p, Call 
     }
 #pragma unroll
     for (int v = 0; v < kQuarters; ++v) {
-      if (held(v)) store(b.hidden + row + v * stride, first[v]);
+      if (held(v)) store(b.hidden + row + v * kChunk, first[v]);
     }
     if (!b.normalized) continue;
     if constexpr (!kTwoshot) {
@@ -170,7 +164,7 @@ __device__ __forceinline__ void receive_by_quarters(const GatherParams& p, Call 
     }
 #pragma unroll
     for (int v = 0; v < kQuarters; ++v) {
-      if (held(v)) store(b.normalized + row + v * stride, kTwoshot ? second[v] : first[v]);
+      if (held(v)) store(b.normalized + row + v * kChunk, kTwoshot ? second[v] : first[v]);
     }
   }
 }

@@ -280,9 +280,31 @@ __device__ __forceinline__ float sum_over_lanes(float value) {
   return value;
 }
 
-// One sum over a token's warps. Each warp adds up its lanes and hands the result to every block of
-// the token, in its own slot; each warp then adds up the slots in the same order, so that all have
-// the same bits, run after run.
+// The sums of several vectors of a thread over the lanes, by the additions of sum_over_lanes, and in as
+// many exchanges: half the lanes go on with half the vectors, and so on. Lane l ends with the sum of
+// vector l / (32 / kVectors).
+template <int kVectors>
+__device__ __forceinline__ float sums_over_lanes(const float (&value)[kVectors]) {
+  const int lane = threadIdx.x % kWarp;
+  float sum[kVectors];
+#pragma unroll
+  for (int v = 0; v < kVectors; ++v) sum[v] = value[v];
+#pragma unroll
+  for (int count = kVectors / 2, offset = kWarp / 2; count > 0; count /= 2, offset /= 2) {
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int v = 0; v < count; ++v) {
+      const float given = upper ? sum[v] : sum[count + v];
+      sum[v] = (upper ? sum[count + v] : sum[v]) + __shfl_xor_sync(kFull, given, offset);
+    }
+  }
+  return sum_over_lanes<kWarp / kVectors>(sum[0]);
+}
+
+// One sum over a token, by the same additions whoever makes it, so that its bits depend on nothing
+// but the token: those of a lane's eight elements of a chunk, of a chunk's lanes, of the chunks. A
+// warp hands the sum of each of its chunks to every block of the token, in the chunk's slot; each
+// warp then adds up all slots.
 struct alignas(16) TokenSum {
   float partial[kMaxWarps];
   uint64_t arrived;  // mbarrier, for a cluster: counts the bytes that have arrived
@@ -334,9 +356,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, unsigned parity)
 
 // Before the first sum, by all of a team's threads: slots that no warp has are zero. For a cluster,
 // cluster_sums_ready() comes between: the barriers exist before anybody signals them.
-template <Team kTeam>
+template <Team kTeam, int kVectors = 1>
 __device__ __forceinline__ void sums_init(const Sums& sums) {
-  const int slots = kTeam == Team::kQuarter ? kQuarters * sums.warps : sums.warps;
+  const int slots = kVectors * sums.warps;
   const int thread = kTeam == Team::kQuarter ? threadIdx.x % (sums.warps * kWarp) : threadIdx.x;
   if (thread >= slots && thread < kMaxWarps) {
     sums.places[0].partial[thread] = sums.places[1].partial[thread] = 0.0f;
@@ -369,13 +391,18 @@ __device__ __forceinline__ float sum_of_slots(const TokenSum* sum) {
   return sum_over_lanes<kLanes>((slots.x + slots.y) + (slots.z + slots.w));
 }
 
-template <Team kTeam>
-__device__ __forceinline__ float sum_over_token(float value, Sums& sums) {
-  static_assert(kTeam != Team::kQuarter, "a quarter's thread has a value for each chunk");
+__device__ __forceinline__ void quarter_sync(const Sums& sums) {
+  asm volatile("bar.sync %0, %1;" ::"r"(sums.barrier), "r"(sums.warps * kWarp) : "memory");
+}
+
+// From a thread's part of each of its chunks: a warp holds consecutive ones.
+template <Team kTeam, int kVectors>
+__device__ __forceinline__ float sum_over_token(const float (&value)[kVectors], Sums& sums) {
   TokenSum* sum = sums.next();
   const int lane = threadIdx.x % kWarp;
-  value = sum_over_lanes(value);
+  const float mine = sums_over_lanes(value);
   if constexpr (kTeam == Team::kCluster) {
+    static_assert(kVectors == 1, "a block of a cluster awaits one sum of every warp");
 #if __CUDA_ARCH__ >= 900
     if (lane < sums.blocks) {
       uint32_t there, arrived;
@@ -387,57 +414,29 @@ __device__ __forceinline__ float sum_over_token(float value, Sums& sums) {
                    : "r"(shared_address(&sum->arrived)), "r"(lane));
       asm volatile(
           "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(there),
-          "r"(__float_as_uint(value)), "r"(arrived)
+          "r"(__float_as_uint(mine)), "r"(arrived)
           : "memory");
     }
     barrier_wait(&sum->arrived, 0);
 #endif
   } else {
-    if (lane == 0) sum->partial[sums.warp] = value;
-    __syncthreads();
+    constexpr int kLanes = kWarp / kVectors;
+    if (lane % kLanes == 0) sum->partial[sums.warp * kVectors + lane / kLanes] = mine;
+    if constexpr (kTeam == Team::kQuarter) {
+      quarter_sync(sums);
+    } else {
+      __syncthreads();
+    }
   }
-  return sum_of_slots(sum);
-}
-
-__device__ __forceinline__ void quarter_sync(const Sums& sums) {
-  asm volatile("bar.sync %0, %1;" ::"r"(sums.barrier), "r"(sums.warps * kWarp) : "memory");
-}
-
-// A quarter holds four chunks a warp. Each chunk is summed up by itself, into the slot of the warp
-// that holds it where a token has a whole block, and by the same additions as over a warp: the
-// bits are those of a block. Half the lanes go on with half the chunks, then a quarter with one.
-__device__ __forceinline__ float sum_over_quarter(const float (&value)[kQuarters], Sums& sums) {
-  TokenSum* sum = sums.next();
-  const int lane = threadIdx.x % kWarp;
-  const bool upper = lane & 16, odd = lane & 8;
-  float pair[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    pair[i] = upper ? value[2 + i] : value[i];
-    pair[i] += __shfl_xor_sync(kFull, upper ? value[i] : value[2 + i], 16);
-  }
-  float one = odd ? pair[1] : pair[0];
-  one += __shfl_xor_sync(kFull, odd ? pair[0] : pair[1], 8);
-  one = sum_over_lanes<8>(one);
-  if (lane % 8 == 0) sum->partial[lane / 8 * sums.warps + sums.warp] = one;
-  quarter_sync(sums);
   return sum_of_slots(sum);
 }
 
 template <Team kTeam, int kVectors>
 __device__ __forceinline__ float squares_over_token(const uint4 (&value)[kVectors], Sums& sums) {
-  if constexpr (kTeam == Team::kQuarter) {
-    static_assert(kVectors == kQuarters);
-    float each[kVectors];
+  float sum[kVectors];
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) each[v] = sum_of_squares(value[v], 0.0f);
-    return sum_over_quarter(each, sums);
-  } else {
-    float sum = 0.0f;
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) sum = sum_of_squares(value[v], sum);
-    return sum_over_token<kTeam>(sum, sums);
-  }
+  for (int v = 0; v < kVectors; ++v) sum[v] = sum_of_squares(value[v], 0.0f);
+  return sum_over_token<kTeam>(sum, sums);
 }
 
 // 1 / sqrt(mean + eps). rsqrtf is within 2 ulp (2^-22), far inside the contract's 2^-16.

@@ -35,10 +35,11 @@ __global__ void __launch_bounds__(kMaxThreads, kMinBlocks)
   const int warps = (kCluster ? p.blocks_per_token : 1) * (blockDim.x / kWarp);
   const int64_t hidden_size = int64_t{p.chunks} * kChunk;
   const int64_t row = token * hidden_size;
-  auto held = [&](int v) { return v * warps + warp < p.chunks; };
-  auto column = [&](int v) { return (v * warps + warp) * kChunk + lane * kVector; };
+  // A warp's chunks lie one after the other: their addresses then differ by constants.
+  auto held = [&](int v) { return warp * kVectors + v < p.chunks; };
+  auto column = [&](int v) { return (warp * kVectors + v) * kChunk + lane * kVector; };
   Sums sums{places, warp, warps, p.blocks_per_token};
-  sums_init<kTeam>(sums);
+  sums_init<kTeam, kVectors>(sums);
   wait_for_previous_grid();
 
   // A thread of one vector asks for everything at the start, norm weights too, since its time is
@@ -137,26 +138,41 @@ __global__ void __launch_bounds__(kMaxThreads, 1)
 }
 
 // One block a token, any H >= 1 and any address: elements one by one, in place where x is hidden.
-// Rare, so it reads again what it could keep.
-__global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hidden_size) {
+// Rare, so it reads again what it could keep. Chunks are divided, and their sums made, as everywhere;
+// past 32 chunks, a slot has every 32nd of them.
+constexpr int kAnyWarps = 8;
+
+__global__ void __launch_bounds__(kAnyWarps * kWarp)
+    tail_any_kernel(const __grid_constant__ TailParams p, int64_t hidden_size) {
+  constexpr int kSlots = kMaxWarps / kAnyWarps;  // a warp
   __shared__ TokenSum places[2];
   const Boundary& b = p.boundary;
-  Sums sums{places, static_cast<int>(threadIdx.x / kWarp), static_cast<int>(blockDim.x / kWarp)};
-  sums_init<Team::kBlock>(sums);
+  const int warp = threadIdx.x / kWarp;
+  Sums sums{places, warp, kAnyWarps};
   wait_for_previous_grid();
   const int64_t row = blockIdx.x * hidden_size;
+  // f(i) for each element of this thread, whose values' squares are added up.
+  auto sum_of_squares_of = [&](auto f) {
+    float sum[kSlots] = {};
+#pragma unroll
+    for (int s = 0; s < kSlots; ++s) {
+      for (int64_t chunk = warp * kSlots + s; chunk * kChunk < hidden_size; chunk += kMaxWarps) {
+        const int64_t first = chunk * kChunk + threadIdx.x % kWarp * kVector;
+        for (int64_t i = first; i < first + kVector && i < hidden_size; ++i) {
+          const float v = f(i);
+          sum[s] = fmaf(v, v, sum[s]);
+        }
+      }
+    }
+    return sum_over_token<Team::kBlock>(sum, sums);
+  };
   float inv = 1.0f;
   if (b.post_norm) {
-    float sum = 0.0f;
-    for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
-      const float v = __bfloat162float(p.x[row + i]);
-      sum = fmaf(v, v, sum);
-    }
-    sum = sum_over_token<Team::kBlock>(sum, sums);
+    const float sum =
+        sum_of_squares_of([&](int64_t i) { return __bfloat162float(p.x[row + i]); });
     inv = inverse_rms(sum, b.reciprocal_of_size, b.post_eps);
   }
-  float sum = 0.0f;
-  for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
+  const float sum = sum_of_squares_of([&](int64_t i) {
     float v = __bfloat162float(p.x[row + i]);
     if (b.post_norm) {
       v *= inv;
@@ -169,10 +185,9 @@ __global__ void tail_any_kernel(const __grid_constant__ TailParams p, int64_t hi
     }
     const bf16 hidden = __float2bfloat16_rn(v);
     b.hidden[row + i] = hidden;
-    sum = fmaf(__bfloat162float(hidden), __bfloat162float(hidden), sum);
-  }
+    return __bfloat162float(hidden);
+  });
   if (!b.normalized) return;
-  sum = sum_over_token<Team::kBlock>(sum, sums);
   inv = inverse_rms(sum, b.reciprocal_of_size, b.next_eps);
   for (int64_t i = threadIdx.x; i < hidden_size; i += blockDim.x) {
     float v = __bfloat162float(b.hidden[row + i]) * inv;
@@ -322,7 +337,7 @@ void tail(TensorView x, Optional<TensorView> weights, double routed_scale,
                pdl);
       p.x = b.hidden;
     }
-    launch(tail_any_kernel, device, {tokens, 256, 1, pdl}, p, hidden_size);
+    launch(tail_any_kernel, device, {tokens, kAnyWarps * kWarp, 1, pdl}, p, hidden_size);
     return;
   }
   const Device& gpu = device_of(device);
