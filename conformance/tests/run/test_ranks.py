@@ -468,10 +468,13 @@ def test_rank_that_holds_the_interpreter(pool: RankPool) -> None:
     assert works(pool)
 
 
+@needs_proc
 def test_rank_that_dies_between_calls(pool: RankPool) -> None:
     pool.run(2, pid, operation="before")
     os.kill(pool.pids[5], signal.SIGKILL)
-    assert until(lambda: not alive(pool.pids[5]))
+    # Its parent learns of its end when its last thread has ended.
+    threads = Path(f"/proc/{pool.pids[5]}/task")
+    assert until(lambda: not alive(pool.pids[5]) and len(list(threads.iterdir())) == 1)
     with pytest.warns(RuntimeWarning, match=r"rank 5 died \(exit code -9\) after before"):
         assert works(pool)
 
