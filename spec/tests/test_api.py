@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moetail import spec
+from moetail.spec import operations
 from moetail.spec.api import WorkspaceFactory
 
 TAIL = "x, residual, post_weight, post_eps, next_weight, next_eps, scales"
@@ -95,9 +96,11 @@ def test_checks_read_no_values():
     residual, affine = torch.empty(3, 256, **bf16), torch.empty(256, **bf16)
     index = torch.empty(5, 2, dtype=torch.int32, device="meta")
     x = spec.UnfinalizedMoEOutput(rows.view(10, 256), weights, index)
-    tail = (affine, 1e-6, affine, 1e-6, (1.0, 2.0))
-    checks.check_finalize(rows, weights, torch.empty_like(residual), 1.0, affine, 1e-6)
-    checks.check_boundary(residual, residual, *tail)
-    checks.check_fused(x, residual, *tail, 1.0, None)
+    norms = dict.fromkeys(("post_weight", "next_weight"), affine)
+    tail = {"residual": residual, **norms, "post_eps": 1e-6, "next_eps": 1e-6, "scales": (1.0, 2.0)}
+    slots = {"expert_outputs": rows, "expert_weights": weights, "output": residual.clone()}
+    checks.check(operations.FINALIZE, {**slots, "routed_scale": 1.0})
+    checks.check(operations.BOUNDARY, {"x": residual, **tail})
+    checks.check(operations.FUSED, {"x": x, **tail, "routed_scale": 1.0, "strategy": None})
     routed = spec.UnfinalizedMoEOutput(rows.view(10, 256), weights[:3], index[:3])
-    checks.check_moe_output(spec.MoEOutput(routed, residual))
+    checks.check(operations.MOE_OUTPUT, {"x": spec.MoEOutput(routed, residual)})

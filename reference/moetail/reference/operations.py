@@ -5,7 +5,7 @@ Shapes, dtypes, refusals and rules of each are documented once, in :class:`moeta
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from numbers import Integral
 from typing import Any
 
@@ -22,6 +22,15 @@ from moetail.spec import (
     Workspace,
     checks,
     tokens_per_rank,
+)
+from moetail.spec.operations import (
+    ALLREDUCE,
+    BOUNDARY,
+    FINALIZE,
+    FUSED,
+    GATHER,
+    MOE_OUTPUT,
+    Operation,
 )
 
 __all__ = ["Reference", "all_gather"]
@@ -223,23 +232,31 @@ class Reference(Stages):
         post_eps: float | None = None,
     ) -> Tensor:
         """See :meth:`moetail.spec.MoETail.beam_moe_finalize`."""
-        checks.check_finalize(
-            expert_outputs, expert_weights, output, routed_scale, post_weight, post_eps
-        )
-        live = output.shape[0]
-        if live == 0:
+        values = self.checked(FINALIZE, locals())
+        if not output.shape[0]:
             return output
-        finalized = self.finalize_slots(expert_outputs, expert_weights, live, routed_scale)
-        return output.copy_(self.post_norm(finalized, post_weight, post_eps))
+        return output.copy_(self.finalize(values, output.shape[0], FINALIZE.stages))
 
-    def finalize_slots(
-        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
-    ) -> Tensor:
-        """Finalize the first ``live`` of ``[capacity, K, H]`` slots (LIVE-1)."""
-        top_k = slots.shape[1]
-        rows = slots[:live].reshape(live * top_k, slots.shape[2])
-        identity = torch.arange(live * top_k, device=slots.device).view(live, top_k)
-        return self.finalize(rows, weights[:live], identity, routed_scale)
+    def checked(self, item: Operation, call: dict[str, Any]) -> dict[str, Any]:
+        """The values of a call by role, once its arguments have been found legal."""
+        checks.check(item, call)
+        return item.values(call)
+
+    def finalize(self, values: dict[str, Any], live: int, stages: Iterable[str]) -> Tensor:
+        """The first ``live`` token slots through some stages: BF16 ``[live, H]`` (LIVE-1)."""
+        return self.observed(self.through(stages, {**values, **self.live_slots(values, live)}))
+
+    def live_slots(self, values: dict[str, Any], live: int) -> dict[str, Any]:
+        """Rows, weights and the identity map of the live slots, which alone are read."""
+        rows, weights = values["rows"], values["weights"]
+        top_k, hidden_size = weights.shape[1], rows.shape[-1]
+        identity = torch.arange(live * top_k, device=rows.device).view(live, top_k)
+        rows = rows.view(-1, top_k, hidden_size)[:live].reshape(live * top_k, hidden_size)
+        return {"rows": rows, "weights": weights[:live], "map": identity}
+
+    def observed(self, value: Tensor) -> Tensor:
+        """What is returned, or leaves the rank: BF16, whatever the contract's steps left."""
+        return value.to(torch.bfloat16)
 
     # --- 4 ------------------------------------------------------------------------------------
 
@@ -254,15 +271,23 @@ class Reference(Stages):
         scales: tuple[float, float] | None,
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`moetail.spec.MoETail.beam_norm_residual_norm`."""
-        checks.check_boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
-        if x.shape[0] == 0:
-            return self.no_tokens(residual, next_eps)
-        return self.boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
+        values = self.checked(BOUNDARY, locals())
+        if not x.shape[0]:
+            return self.no_tokens(values)
+        return self.boundary(values)
 
-    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
+    def boundary(
+        self, values: dict[str, Any], stages: Iterable[str] = BOUNDARY.stages
+    ) -> tuple[Tensor, Tensor | None]:
+        """Stages that end in the next norm: (hidden, normalized or None)."""
+        made = self.evaluate(stages, values)
+        normalized = None if values["next_eps"] is None else self.observed(made["normalized"])
+        return self.observed(made["hidden"]), normalized
+
+    def no_tokens(self, values: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Empty outputs for zero tokens; normalized is None exactly when next_eps is (LIVE-2)."""
-        hidden = torch.empty_like(residual)
-        return hidden, None if next_eps is None else torch.empty_like(residual)
+        hidden = torch.empty_like(values["residual"])
+        return hidden, None if values["next_eps"] is None else torch.empty_like(hidden)
 
     # --- 5 ------------------------------------------------------------------------------------
 
@@ -280,42 +305,15 @@ class Reference(Stages):
         strategy: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`moetail.spec.MoETail.beam_moe_finalize_norm_residual_norm`."""
-        checks.check_fused(
-            x,
-            residual,
-            post_weight,
-            post_eps,
-            next_weight,
-            next_eps,
-            scales,
-            routed_scale,
-            strategy,
-        )
+        values = self.checked(FUSED, locals())
         live = residual.shape[0]
         checks.check_identity_values(x, live)
-        if live == 0:
-            return self.no_tokens(residual, next_eps)
-        slots = self.as_slots(x)
+        if not live:
+            return self.no_tokens(values)
         if strategy == "unfused":
-            finalized = self.beam_moe_finalize(
-                slots,
-                x.expert_weights,
-                torch.empty_like(residual),
-                routed_scale,
-                post_weight,
-                post_eps,
-            )
-            return self.boundary(finalized, residual, None, None, next_weight, next_eps, scales)
-        finalized = self.finalize_slots(slots, x.expert_weights, live, routed_scale)
-        return self.boundary(
-            finalized, residual, post_weight, post_eps, next_weight, next_eps, scales
-        )
-
-    def as_slots(self, x: UnfinalizedMoEOutput) -> Tensor:
-        """Rows under the identity map, as ``[capacity, K, H]``."""
-        rows = x.gemm2_permuted
-        top_k = x.expert_weights.shape[1]
-        return rows.view(rows.shape[0] // top_k, top_k, rows.shape[1])
+            finalized = self.finalize(values, live, FINALIZE.stages)
+            return self.boundary({**values, "rows": finalized}, ("residual", "next norm"))
+        return self.boundary({**values, **self.live_slots(values, live)}, FUSED.stages)
 
     # --- 6 ------------------------------------------------------------------------------------
 
@@ -334,32 +332,20 @@ class Reference(Stages):
         strategy: str | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`moetail.spec.MoETail.beam_moe_finalize_gather_norm_residual_norm`."""
-        checks.check_gather(
-            x,
-            residual,
-            post_weight,
-            post_eps,
-            next_weight,
-            next_eps,
-            scales,
-            workspace,
-            routed_scale,
-            strategy,
-        )
+        values = self.checked(GATHER, locals())
         num_tokens = residual.shape[0]
         owned = self.owned(num_tokens, workspace.world_size, workspace.rank)
         checks.check_identity_values(x, len(owned))
-        if num_tokens == 0:
-            return self.no_tokens(residual, next_eps)
+        if not num_tokens:
+            return self.no_tokens(values)
         slots = tokens_per_rank(num_tokens, workspace.world_size)
-        finalized = self.finalize_owned(x, slots, len(owned), routed_scale)
+        finalized = self.finalize_owned(values, slots, len(owned))
         strategy = strategy or self.choose_strategy(num_tokens, workspace)
-        tail = (post_weight, post_eps, next_weight, next_eps, scales)
         if strategy == "twoshot":
-            return self.twoshot(finalized, residual, owned, tail, workspace)
+            return self.twoshot(values, finalized, owned)
         through_hook = strategy == "unfused"
         gathered = self.gather(workspace, finalized, num_tokens, through_hook=through_hook)
-        return self.boundary(gathered, residual, *tail)
+        return self.boundary({**values, "rows": gathered})
 
     def choose_strategy(self, num_tokens: int, workspace: Workspace) -> str:
         """What strategy None means (OWN-4)."""
@@ -368,13 +354,11 @@ class Reference(Stages):
         separate = workspace.moe_gather_separate_norm_min_tokens
         return "unfused" if separate is not None and num_tokens >= separate else "twoshot"
 
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
+    def finalize_owned(self, values: dict[str, Any], slots: int, live: int) -> Tensor:
         """This rank's ``[L, H]`` for the gather; what it does not own is zero, not read (OWN-2)."""
-        rows = x.gemm2_permuted
-        padded = torch.zeros((slots, rows.shape[1]), dtype=rows.dtype, device=rows.device)
-        padded[:live] = self.finalize_slots(self.as_slots(x), x.expert_weights, live, routed_scale)
+        finalized = self.finalize(values, live, ("reduce", "round", "scale"))
+        padded = finalized.new_zeros((slots, finalized.shape[1]))
+        padded[:live] = finalized
         return padded
 
     def gather(
@@ -389,40 +373,32 @@ class Reference(Stages):
         return gathered[:num_tokens]
 
     def twoshot(
-        self,
-        finalized: Tensor,
-        residual: Tensor,
-        owned: range,
-        tail: tuple[Any, ...],
-        workspace: Workspace,
+        self, values: dict[str, Any], finalized: Tensor, owned: range
     ) -> tuple[Tensor, Tensor | None]:
         """The owner runs the boundary; both outputs are gathered."""
+        residual, workspace = values["residual"], values["workspace"]
         own_residual = torch.zeros_like(finalized)
         own_residual[: len(owned)] = residual[owned.start : owned.stop]
-        hidden, normalized = self.boundary(finalized, own_residual, *tail)
+        outputs = self.boundary({**values, "rows": finalized, "residual": own_residual})
         num_tokens = residual.shape[0]
-        hidden = self.gather(workspace, hidden, num_tokens)
-        if normalized is not None:
-            normalized = self.gather(workspace, normalized, num_tokens)
+        hidden, normalized = (
+            None if output is None else self.gather(workspace, output, num_tokens)
+            for output in outputs
+        )
+        assert hidden is not None
         return hidden, normalized
 
     # --- 8 ------------------------------------------------------------------------------------
 
     def finalize_moe_output(self, x: MoEOutput) -> Tensor:
         """See :meth:`moetail.spec.MoETail.finalize_moe_output`."""
-        checks.check_moe_output(x)
+        values = self.checked(MOE_OUTPUT, {"x": x})
         checks.check_moe_output_values(x)
-        routed, factor = x.routed, x.routed_scaling_factor
-        if isinstance(routed, Tensor):
-            scaled = self.scale(routed, factor)
-        else:
-            scaled = self.finalize(
-                routed.gemm2_permuted,
-                routed.expert_weights,
-                routed.expanded_idx_to_permuted_idx,
-                factor,
-            )
-        return scaled if x.shared_output is None else self.add_shared(scaled, x.shared_output)
+        return self.observed(self.part(values))
+
+    def part(self, values: dict[str, Any]) -> Tensor:
+        """This rank's part of the sum over ranks: ``[T, H]``."""
+        return self.through(MOE_OUTPUT.stages, values)
 
     def beam_finalize_allreduce_norm_residual_norm(
         self,
@@ -436,24 +412,20 @@ class Reference(Stages):
         workspace: Workspace,
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`moetail.spec.MoETail.beam_finalize_allreduce_norm_residual_norm`."""
-        checks.check_allreduce(
-            x, residual, post_weight, post_eps, next_weight, next_eps, scales, workspace
-        )
-        partial = self.finalize_moe_output(x)
-        if residual.shape[0] == 0:
-            return self.no_tokens(residual, next_eps)
-        reduced = self.all_reduce(partial, workspace)
-        return self.boundary(
-            reduced, residual, post_weight, post_eps, next_weight, next_eps, scales
-        )
+        values = self.checked(ALLREDUCE, locals())
+        checks.check_moe_output_values(x)
+        part = self.part(values)
+        if not residual.shape[0]:
+            return self.no_tokens(values)
+        parts = self.exchange(part, workspace)
+        return self.boundary({**values, "rows": parts}, ("all-reduce", *BOUNDARY.stages))
 
-    def all_reduce(self, partial: Tensor, workspace: Workspace) -> Tensor:
-        """q = RN(FP32 sum over ranks of p).
+    def exchange(self, part: Tensor, workspace: Workspace) -> Tensor:
+        """Every rank's part, ``[W, T, H]``, for the sum over ranks.
 
         A gather and a sum in the order of ranks: an all-reduce of BF16 would round after every
         step, and one of FP32 may sum in another order on another rank.
         """
-        num_tokens, hidden_size = partial.shape
-        rows = workspace.world_size * num_tokens
-        parts = self.gather(workspace, partial.contiguous(), rows)
-        return self.sum_ranks(parts.view(workspace.world_size, num_tokens, hidden_size))
+        rows = workspace.world_size * part.shape[0]
+        gathered = self.gather(workspace, part.contiguous(), rows)
+        return gathered.view(workspace.world_size, *part.shape)
