@@ -37,7 +37,7 @@ def beam_norm_residual_norm(
     next_eps: float | None,
     scales: tuple[float, float] | None,
 ) -> tuple[Tensor, Tensor | None]:
-    checks.check_boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
+    checks.check("beam_norm_residual_norm", locals())
     hidden = torch.empty_like(x)
     normalized = None if next_eps is None else torch.empty_like(x)
     if x.shape[0] == 0:

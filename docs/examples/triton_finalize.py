@@ -78,9 +78,7 @@ def beam_moe_finalize(
     post_weight: Tensor | None = None,
     post_eps: float | None = None,
 ) -> Tensor:
-    checks.check_finalize(
-        expert_outputs, expert_weights, output, routed_scale, post_weight, post_eps
-    )
+    checks.check("beam_moe_finalize", locals())
     live, hidden_size = output.shape
     if live == 0:
         return output  # nothing is launched (LIVE-2)

@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moetail.kernels as kernels
 import moetail.reference as reference
 from moetail.kernels import build, direct
-from moetail.spec import ContractError, MoEOutput, UnfinalizedMoEOutput, checks
+from moetail.spec import ContractError, MoEOutput, UnfinalizedMoEOutput, checks, operations
+from moetail.spec.operations import Operation
 
 TOKENS, TOP_K, HIDDEN = 3, 2, 512
 
@@ -190,10 +191,10 @@ def drawn(name: str, rng: random.Random) -> dict[str, Any]:
 
 
 def by_the_checks(name: str, given: dict[str, Any]) -> bool:
-    def tail(residual: bool = True) -> list[Any]:
-        names = ("post_weight", "post_eps", "next_weight", "next_eps")
+    def tail() -> dict[str, Any]:
+        names = ("residual", "post_weight", "post_eps", "next_weight", "next_eps")
         scales = (given["x_scale"], given["r_scale"])
-        return [*([given["residual"]] if residual else []), *(given[key] for key in names), scales]
+        return {**{key: given[key] for key in names}, "scales": scales}
 
     def output() -> MoEOutput:
         rows, weights, index = (given[key] for key in ROUTES)
@@ -207,18 +208,27 @@ def by_the_checks(name: str, given: dict[str, Any]) -> bool:
     def sizes() -> Sizes:
         return Sizes(**{key: given[key] for key in SIZES})
 
-    calls: dict[str, Callable[[], None]] = {
-        "finalize": lambda: checks.check_finalize(*(given[key] for key in NAMES["finalize"])),
-        "boundary": lambda: checks.check_boundary(given["x"], *tail()),
-        "fused": lambda: checks.check_fused(routes(), *tail(), given["routed_scale"], None),
-        "output": lambda: checks.check_moe_output(output()),
-        "gather": lambda: checks.check_gather(
-            routes(), *tail(), sizes(), given["routed_scale"], None
+    def finalize() -> dict[str, Any]:
+        renamed = {"slots": "expert_outputs", "weights": "expert_weights"}
+        return {renamed.get(key, key): given[key] for key in NAMES["finalize"]}
+
+    def beam() -> dict[str, Any]:
+        return {"x": routes(), **tail(), "routed_scale": given["routed_scale"], "strategy": None}
+
+    calls: dict[str, tuple[Operation, Callable[[], dict[str, Any]]]] = {
+        "finalize": (operations.FINALIZE, finalize),
+        "boundary": (operations.BOUNDARY, lambda: {"x": given["x"], **tail()}),
+        "fused": (operations.FUSED, beam),
+        "output": (operations.MOE_OUTPUT, lambda: {"x": output()}),
+        "gather": (operations.GATHER, lambda: {**beam(), "workspace": sizes()}),
+        "allreduce": (
+            operations.ALLREDUCE,
+            lambda: {"x": output(), **tail(), "workspace": sizes()},
         ),
-        "allreduce": lambda: checks.check_allreduce(output(), *tail(), sizes()),
     }
+    operation, call = calls[name]
     try:
-        calls[name]()
+        checks.check(operation, call())
     except ContractError:
         return False
     return True

@@ -31,6 +31,7 @@ from moetail.spec import (
     owned_tokens,
     tokens_per_rank,
 )
+from moetail.spec.operations import ALLREDUCE, GATHER
 
 __all__ = [
     "beam_finalize_allreduce_norm_residual_norm",
@@ -109,7 +110,7 @@ def beam_moe_finalize_gather_norm_residual_norm(
     made = direct.gather(x, routed_scale, strategy, workspace, tail)
     if made is not None:
         return made
-    checks.check_gather(x, *tail, workspace, routed_scale, strategy)
+    checks.check(GATHER, locals())
     if not residual.is_cuda:
         return _reference.beam_moe_finalize_gather_norm_residual_norm(
             x, *tail, workspace, routed_scale, strategy=strategy
@@ -177,7 +178,7 @@ def beam_finalize_allreduce_norm_residual_norm(
     made = direct.allreduce(x, workspace, tail)
     if made is not None:
         return made
-    checks.check_allreduce(x, *tail, workspace)
+    checks.check(ALLREDUCE, locals())
     if not residual.is_cuda:
         return _reference.beam_finalize_allreduce_norm_residual_norm(x, *tail, workspace)
     ours, buffers = _of_device(workspace, residual)

@@ -12,6 +12,7 @@ from torch import Tensor
 from moetail.kernels import direct, operators
 from moetail.reference import convert_flashinfer_moe_output, route_major_moe_output
 from moetail.spec import MoEOutput, UnfinalizedMoEOutput, checks
+from moetail.spec.operations import BOUNDARY, FINALIZE, FUSED, MOE_OUTPUT
 
 __all__ = [
     "beam_moe_finalize",
@@ -46,9 +47,7 @@ def beam_moe_finalize(
     )
     if made is not None:
         return made
-    checks.check_finalize(
-        expert_outputs, expert_weights, output, routed_scale, post_weight, post_eps
-    )
+    checks.check(FINALIZE, locals())
     operators.finalize_into(
         expert_outputs, expert_weights, output, float(routed_scale), post_weight, _number(post_eps)
     )
@@ -69,7 +68,7 @@ def beam_norm_residual_norm(
     made = direct.boundary(x, tail)
     if made is not None:
         return made
-    checks.check_boundary(x, *tail)
+    checks.check(BOUNDARY, locals())
     hidden, normalized = operators.boundary(
         x,
         residual,
@@ -104,7 +103,7 @@ def beam_moe_finalize_norm_residual_norm(
         made = direct.fused(x, routed_scale, tail)
         if made is not None:
             return made
-    checks.check_fused(x, *tail, routed_scale, strategy)
+    checks.check(FUSED, locals())
     rows, weights = x.gemm2_permuted, x.expert_weights
     if strategy == "unfused" and rows.is_cuda:
         top_k, hidden_size = weights.shape[1], rows.shape[1]
@@ -139,7 +138,7 @@ def finalize_moe_output(x: MoEOutput) -> Tensor:
     made = direct.finalize_output(x)
     if made is not None:
         return made
-    checks.check_moe_output(x)
+    checks.check(MOE_OUTPUT, locals())
     routed, factor = x.routed, float(x.routed_scaling_factor)
     if isinstance(routed, Tensor):
         if factor == 1.0 and x.shared_output is None:

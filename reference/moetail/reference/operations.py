@@ -240,6 +240,7 @@ class Reference(Stages):
     def checked(self, item: Operation, call: dict[str, Any]) -> dict[str, Any]:
         """The values of a call by role, once its arguments have been found legal."""
         checks.check(item, call)
+        checks.check_values(item, call)
         return item.values(call)
 
     def finalize(self, values: dict[str, Any], live: int, stages: Iterable[str]) -> Tensor:
@@ -307,7 +308,6 @@ class Reference(Stages):
         """See :meth:`moetail.spec.MoETail.beam_moe_finalize_norm_residual_norm`."""
         values = self.checked(FUSED, locals())
         live = residual.shape[0]
-        checks.check_identity_values(x, live)
         if not live:
             return self.no_tokens(values)
         if strategy == "unfused":
@@ -335,7 +335,6 @@ class Reference(Stages):
         values = self.checked(GATHER, locals())
         num_tokens = residual.shape[0]
         owned = self.owned(num_tokens, workspace.world_size, workspace.rank)
-        checks.check_identity_values(x, len(owned))
         if not num_tokens:
             return self.no_tokens(values)
         slots = tokens_per_rank(num_tokens, workspace.world_size)
@@ -393,7 +392,6 @@ class Reference(Stages):
     def finalize_moe_output(self, x: MoEOutput) -> Tensor:
         """See :meth:`moetail.spec.MoETail.finalize_moe_output`."""
         values = self.checked(MOE_OUTPUT, {"x": x})
-        checks.check_moe_output_values(x)
         return self.observed(self.part(values))
 
     def part(self, values: dict[str, Any]) -> Tensor:
@@ -413,7 +411,6 @@ class Reference(Stages):
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`moetail.spec.MoETail.beam_finalize_allreduce_norm_residual_norm`."""
         values = self.checked(ALLREDUCE, locals())
-        checks.check_moe_output_values(x)
         part = self.part(values)
         if not residual.shape[0]:
             return self.no_tokens(values)

@@ -90,8 +90,10 @@ class Stages:
 
     def multiply(self, step: Step, value: Tensor, factor: float) -> Tensor:
         """The FP32 product of a tensor and an FP32 number (ROUND-2, ROUND-5)."""
-        factor32 = torch.tensor(factor, dtype=FP32, device=value.device)
-        return value.to(FP32) * narrowed(factor32, step.how["factor"])
+        factor = float(factor)  # which the product takes as FP32, without a copy to the device
+        if step.how["factor"] != "fp32":
+            factor = float(narrowed(torch.tensor(factor, dtype=FP32), step.how["factor"]))
+        return value.to(FP32) * factor
 
     def add(self, step: Step, value: Tensor, other: Tensor) -> Tensor:
         """The FP32 sum of two tensors (ROUND-5, ROUND-7)."""

@@ -2,9 +2,9 @@
 
 :func:`check` reads what an :class:`~moetail.spec.operations.Operation` says of its arguments. It
 looks at shapes, dtypes, devices and layout only: it reads no tensor value, so it neither
-synchronizes a GPU nor disturbs a graph capture. Checks of values (a route map that must be the
-identity, rows that must exist) are ``check_*_values`` and are for implementations that may read
-them. All raise :class:`ContractError` and change nothing (DOMAIN-1, DOMAIN-2).
+synchronizes a GPU nor disturbs a graph capture; :func:`check_values` does (a route map that must be
+the identity, rows that must exist), and is for implementations that may. All raise
+:class:`ContractError` and change nothing (DOMAIN-1, DOMAIN-2).
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from torch import Tensor
 
 from moetail.spec.errors import ContractError
 from moetail.spec.operations import Argument, Operation, operation
-from moetail.spec.ownership import tokens_per_rank
-from moetail.spec.types import MoEOutput, UnfinalizedMoEOutput
+from moetail.spec.ownership import owned_tokens, tokens_per_rank
 
 __all__ = [
     "HIDDEN_MULTIPLE",
@@ -28,8 +27,7 @@ __all__ = [
     "MAX_TOP_K",
     "MIN_HIDDEN",
     "check",
-    "check_identity_values",
-    "check_moe_output_values",
+    "check_values",
     "check_workspace_request",
 ]
 
@@ -284,40 +282,49 @@ def check_workspace_request(hidden_size: int, max_tokens: int) -> None:
             raise ContractError(_DOMAIN, name, repr(value), f"an integer >= {least}")
 
 
-def check_identity_values(x: UnfinalizedMoEOutput, live: int) -> None:
-    """The map of the live slots is the identity. Reads values: synchronizes a GPU."""
-    index = x.expanded_idx_to_permuted_idx[:live]
-    expected = torch.arange(index.numel(), dtype=torch.int32, device=index.device)
-    wrong = index.flatten() != expected
-    if bool(wrong.any()):
-        route = int(wrong.nonzero()[0])
-        token, slot = divmod(route, index.shape[1])
-        raise ContractError(
-            _DOMAIN,
-            f"x.expanded_idx_to_permuted_idx[{token}, {slot}]",
-            str(int(index[token, slot])),
-            f"{route}: Beam operations take token-major rows and the identity map",
-        )
+def check_values(name: str | Operation, call: Mapping[str, Any]) -> None:
+    """Refuse a map whose values are wrong: for implementations that may read them.
 
+    It synchronizes a GPU, and does nothing while a compiler traces.
 
-def check_moe_output_values(x: MoEOutput) -> None:
-    """The map names existing rows, and is route-major where it says so. Synchronizes a GPU."""
-    routed = x.routed
-    if isinstance(routed, Tensor):
+    Args:
+        name, call: as :func:`check` takes them, which has found them legal.
+
+    Raises:
+        ContractError: a map that names rows that do not exist, that is not the identity where it
+            must be (DOMAIN-1), or not route-major where it says so (PACK-3).
+    """
+    item = operation(name)
+    argument = item.find("map")
+    index = argument.of(call) if argument else None
+    if argument is None or index is None or torch.compiler.is_compiling():
         return
-    index = routed.expanded_idx_to_permuted_idx
-    rows = routed.gemm2_permuted.shape[0]
-    wrong = (index < -1) | (index >= rows)
-    rule, allowed = "DOMAIN-1", f"-1 or a row below {rows}"
-    if routed.route_major:
-        identity = torch.arange(index.numel(), dtype=index.dtype, device=index.device)
-        wrong |= (index >= 0) & (index != identity.view_as(index))
-        rule, allowed = "PACK-3", "-1 or t * top_k + k, as the output is route-major"
+    rule, identity = "DOMAIN-1", item.capacity
+    if item.capacity:
+        index = index[: _live(item, call)]
+        wrong = torch.zeros_like(index, dtype=torch.bool)
+        allowed = "the identity: token-major rows"
+    else:
+        rows = item.argument("rows").of(call).shape[0]
+        wrong = (index < -1) | (index >= rows)
+        allowed = f"-1 or a row below {rows}"
+        if call["x"].routed.route_major:
+            rule, identity = "PACK-3", True
+            allowed = "-1 or t * top_k + k, as the output is route-major"
+    if identity:
+        expected = torch.arange(index.numel(), dtype=index.dtype, device=index.device)
+        other = index != expected.view_as(index)
+        wrong |= other if item.capacity else other & (index >= 0)
     if bool(wrong.any()):
         token, slot = (int(i) for i in wrong.nonzero()[0])
-        raise ContractError(
-            rule,
-            f"x.routed.expanded_idx_to_permuted_idx[{token}, {slot}]",
-            str(int(index[token, slot])),
-            allowed,
-        )
+        place = f"{argument.name}[{token}, {slot}]"
+        raise ContractError(rule, place, str(int(index[token, slot])), allowed)
+
+
+def _live(item: Operation, call: Mapping[str, Any]) -> int:
+    """How many of this rank's token slots are live."""
+    tokens: int = item.argument(item.counts).of(call).shape[0]
+    if not item.takes("workspace"):
+        return tokens
+    workspace = item.argument("workspace").of(call)
+    return len(owned_tokens(tokens, workspace.world_size, workspace.rank))

@@ -23,14 +23,15 @@ from typing import Any
 
 from moetail.spec.api import MoETail, Workspace, WorkspaceFactory
 from moetail.spec.checks import HIDDEN_MULTIPLE, MAX_HIDDEN, MAX_TOP_K, MIN_HIDDEN
-from moetail.spec.rules import OPERATIONS, RULES, WORKSPACE, Kind, Operation, Rule, rules_for
+from moetail.spec.contract import BEAM, Contract
+from moetail.spec.formulas import formula, rules_of
+from moetail.spec.operations import OPERATIONS, WORKSPACE, Operation
+from moetail.spec.rules import RULES, Kind, Rule, rules_for
 from moetail.spec.types import MoEOutput, UnfinalizedMoEOutput
 
 __all__ = ["document", "main"]
 
 PATH = Path(__file__).parents[2] / "CONTRACT.md"
-
-_NUMBERS = dict(zip((item.name for item in OPERATIONS), (1, 2, 3, 4, 5, 6, 7, 8, 8), strict=True))
 
 _INTRODUCTION = """\
 # The contract of the MoE tail
@@ -55,22 +56,26 @@ nearest, ties to even. *Live* tokens are those an output has rows for; buffers m
 more.
 """
 
-_ARITHMETIC = """\
+
+def _stages(contract: Contract) -> str:
+    """The table of the arithmetic, a line a stage."""
+    rows = ["| stage | value | rules |", "|---|---|---|"]
+    for stage in contract.stages:
+        having = {item.number for item in OPERATIONS if stage in item.stages}
+        only = f" (operation {min(having)})" if len(having) == 1 else ""
+        rules = ", ".join(rules_of(contract, stage))
+        rows.append(f"| {stage}{only} | {formula(contract, stage)} | {rules} |")
+    return "\n".join(rows)
+
+
+_ARITHMETIC = f"""\
 ## Arithmetic
 
 Every value that crosses a stage is BF16; every computation inside a stage is FP32 (IEEE single).
-The stages, in the order data flows through them, with each rounding to BF16 written as RN:
+The stages, in the order data flows through them, with each rounding to BF16 written as RN. A stage
+that an operation does not have hands its input on: without an all-reduce, q below is s.
 
-| stage | value | rules |
-|---|---|---|
-| reduce | a = FP32 sum over live k of float(w[t, k]) * float(x[t, k]) | ROUND-1, ROUTE-1, ROUTE-3 |
-| round | r = RN(a) | ROUND-2, ROUND-3 |
-| scale | s = RN(float(r) * float(routed_scale)) | ROUND-2 |
-| shared (operation 8) | p = RN(s + shared) | ROUND-7 |
-| all-reduce (operation 8) | q = RN(FP32 sum over ranks of p) | ROUND-7 |
-| post-norm | n = RN(s * inv * w), inv = 1 / sqrt(mean(s * s) + eps) | ROUND-4 |
-| residual | hidden = RN(RN(n * x_scale) + RN(residual * r_scale)) | ROUND-5 |
-| next norm | normalized = RN(hidden * inv' * w'), inv' from hidden | ROUND-4, ROUND-6 |
+{_stages(BEAM)}
 
 - **reduce.** Weights are widened from the dtype they have. The order of the sum is free and a
   product may be fused into an add, so where the sum is not exact there may be more than one right
@@ -84,15 +89,14 @@ The stages, in the order data flows through them, with each rounding to BF16 wri
 - **shared.** Only operation 8 has a shared part. It is added after the scale, so it is not scaled,
   and the sum is rounded.
 - **all-reduce.** The ranks' rounded parts are summed in FP32 in any order that is the same on all
-  ranks, and the sum is rounded before anything else happens to it. For the stages below, q then
-  takes the place of s.
+  ranks, and the sum is rounded before anything else happens to it.
 - **norms.** The input is the rounded BF16 value, for the mean of squares and for the elements
   alike. The mean is over exactly H elements, whatever a kernel pads its row to; eps is added to the
   mean, under the root. The affine weight multiplies in FP32 before the one rounding. (Hugging
   Face's LlamaRMSNorm rounds first and multiplies afterwards: that is another value.) Without a
   weight, the multiply is left out. inv may be off by 2^-16 relative, since hardware's reciprocal
   square roots are; nothing else has slack beyond FP32's own.
-- **post-norm.** With post_eps = None there is none, and n = s. It belongs to the finalization
+- **post-norm.** With post_eps = None there is none, and n = q. It belongs to the finalization
   (operation 3) and to the boundary (operation 4); the unfused strategy of operation 5 has it in the
   former and must not apply it twice.
 - **residual.** scales = (x_scale, r_scale) are FP32 numbers. Each product is rounded by itself and
@@ -245,18 +249,18 @@ def _anchor(rule: Rule) -> str:
 
 
 def _operation(item: Operation) -> str:
-    if item.name == WORKSPACE:
+    if item is WORKSPACE:
         function: Callable[..., Any] = WorkspaceFactory.create
-        name = f"{WORKSPACE}.create"
+        name = f"{WORKSPACE.name}.create"
     else:
         function, name = getattr(MoETail, item.name), item.name
     sections = _sections(function.__doc__ or "")
     summary = re.sub(r" \(operation \d, derived\)| \(operation \d\)", "", _text(sections[""]))
-    parts = [f"### {_NUMBERS[item.name]}. `{item.name}`", summary, _signature(name, function)]
+    parts = [f"### {item.number}. `{item.name}`", summary, _signature(name, function)]
     parts.append("\n".join(_entries(sections["Args"])))
     parts.append(_wrap(f"**Returns:** {_text(sections['Returns'])}"))
     parts.append(_wrap(f"**Refuses:** {_refusals(sections['Raises'])}"))
-    if item.name == WORKSPACE:
+    if item is WORKSPACE:
         attributes = _sections(Workspace.__doc__ or "")["Attributes"]
         parts.append("**Fields** of a workspace:\n\n" + "\n".join(_entries(attributes)))
     rules = ", ".join(_anchor(rule) for rule in rules_for(item.name))
@@ -301,8 +305,7 @@ def _rules(kind: Kind) -> str:
 def document() -> str:
     """The page, as Markdown."""
     columns = "\n".join(
-        f"- *{item.short}*: `{item.name}` ({_NUMBERS[item.name]}), {item.summary}"
-        for item in OPERATIONS
+        f"- *{item.short}*: `{item.name}` ({item.number}), {item.summary}" for item in OPERATIONS
     )
     parts = [
         _INTRODUCTION,

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from moetail.spec import operations
+from moetail.spec.contract import BEAM
 from moetail.spec.errors import ContractError
+from moetail.spec.formulas import statement
 from moetail.spec.operations import OPERATIONS, Operation, operation
 
 __all__ = [
@@ -208,53 +210,49 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "ROUND-1",
-        "The top-k reduction accumulates FP32 products in FP32.",
+        statement(BEAM, "ROUND-1"),
         _REDUCING,
         _BEAM,
         "rounds products or the running sum to BF16",
     ),
     Rule(
         "ROUND-2",
-        "The reduction is rounded to BF16 before the scale, and the scaled value is rounded again; "
-        "a scale of 1.0 is the identity.",
+        statement(BEAM, "ROUND-2"),
         _REDUCING,
         _BEAM,
         "folds the scale into the FP32 sum, applies it twice, or forgets it",
     ),
     Rule(
         "ROUND-3",
-        "Rounding to BF16 is to nearest, ties to even.",
+        statement(BEAM, "ROUND-3"),
         _COMPUTING,
         _BEAM,
         "truncates, or rounds halves up or away from zero",
     ),
     Rule(
         "ROUND-4",
-        "A norm computes in FP32 on the rounded input, with eps inside the root, the mean over "
-        "exactly H, and the affine multiply before its one rounding; its inverse RMS is within "
-        "2^-16 relative.",
+        statement(BEAM, "ROUND-4"),
         _names(lambda item: item.takes("post_eps")),
         _BEAM,
         "rounds before the affine multiply, or takes the mean over a padded width",
     ),
     Rule(
         "ROUND-5",
-        "Where scales are given, each residual product is rounded to BF16, then the sum is.",
+        statement(BEAM, "ROUND-5"),
         _BOUNDARIES,
         _BEAM,
         "keeps a product in FP32 into the add, or fuses it into an FMA",
     ),
     Rule(
         "ROUND-6",
-        "The next norm takes the rounded hidden, inverse RMS and elements alike.",
+        statement(BEAM, "ROUND-6"),
         _BOUNDARIES,
         _BEAM,
         "stores the rounded residual but normalizes the unrounded one",
     ),
     Rule(
         "ROUND-7",
-        "The shared part is added after the scale and the sum is rounded; the FP32 sum over ranks "
-        "is rounded to BF16 before the post-norm.",
+        statement(BEAM, "ROUND-7"),
         _PERMUTED,
         _RELEASED,
         "scales the shared part too, or carries FP32 through the all-reduce into the residual add",

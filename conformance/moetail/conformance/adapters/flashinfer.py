@@ -25,13 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.adapters.flashinfer_kernel import LIBRARY, find_library, mapped
+from moetail.conformance.adapters.flashinfer_kernel import LIBRARY, find_library, mapped, scaled
 from moetail.conformance.adapters.sources import Source, find_source, release_beside
 from moetail.conformance.implementation import UsageError
 from moetail.reference import Reference
 from moetail.spec import checks
-from moetail.spec.rules import (
+from moetail.spec.operations import (
     ALLREDUCE,
+    BOUNDARY,
     CONVERT,
     FINALIZE,
     FUSED,
@@ -52,13 +53,13 @@ _NAME = "_allreduce_fusion_reference"
 _PATTERN = 1  # all-reduce, residual, RMSNorm
 
 NOT_MAPPED: dict[str, str] = {
-    CONVERT: "it makes these layouts, and has no function that reads them",
-    ROUTE_MAJOR: "it makes these layouts, and has no function that reads them",
-    FINALIZE: "its finalize is fused into a MoE kernel or into an all-reduce",
-    FUSED: "its finalize is fused into a MoE kernel or into an all-reduce",
-    GATHER: "it has no finalize of owned tokens",
-    WORKSPACE: "its workspace holds other things, for its own kernels",
-    MOE_OUTPUT: "its finalize is fused into a MoE kernel or into an all-reduce",
+    CONVERT.name: "it makes these layouts, and has no function that reads them",
+    ROUTE_MAJOR.name: "it makes these layouts, and has no function that reads them",
+    FINALIZE.name: "its finalize is fused into a MoE kernel or into an all-reduce",
+    FUSED.name: "its finalize is fused into a MoE kernel or into an all-reduce",
+    GATHER.name: "it has no finalize of owned tokens",
+    WORKSPACE.name: "its workspace holds other things, for its own kernels",
+    MOE_OUTPUT.name: "its finalize is fused into a MoE kernel or into an all-reduce",
 }
 
 
@@ -97,13 +98,11 @@ def beam_norm_residual_norm(
     scales: tuple[float, float] | None,
 ) -> tuple[Tensor, Tensor | None]:
     """See :meth:`moetail.spec.MoETail.beam_norm_residual_norm`."""
-    checks.check_boundary(
-        x, residual, post_weight, post_eps, next_weight, next_eps, scales
-    )  # theirs refuses nothing
-    value = _reference.post_norm(x, post_weight, post_eps)
+    checks.check(BOUNDARY, locals())  # theirs refuses nothing
+    norm = {"rows": x, "post_weight": post_weight, "post_eps": post_eps}
+    value = _reference.through(("post-norm",), norm)
     if scales is not None:
-        value = _reference.round(_reference.multiply(value, scales[0]))
-        residual = _reference.round(_reference.multiply(residual, scales[1]))
+        value, residual = scaled(value, scales[0]), scaled(residual, scales[1])
     gain = value.new_ones(value.shape[1]) if next_weight is None else next_weight
     hidden, normalized = torch.empty_like(value), torch.empty_like(value)
     _FUSION(
@@ -130,7 +129,7 @@ def _finalize_allreduce() -> Callable[..., tuple[Tensor, Tensor | None]] | None:
         VERSIONS["trtllm_moe_finalize_allreduce_fusion"] = release_beside(library, "flashinfer")
         return mapped(library)
     lacking = f"there is no {LIBRARY}" if library is None else "there is no GPU"
-    NOT_MAPPED[ALLREDUCE] = (
+    NOT_MAPPED[ALLREDUCE.name] = (
         "trtllm_moe_finalize_allreduce_fusion has no trace reference, and its kernel runs on GPUs "
         f"from a library that kernels/benchmarks/peers.py builds: {lacking}. Or capture its calls, "
         "and judge the dumps"

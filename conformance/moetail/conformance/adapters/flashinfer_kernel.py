@@ -25,6 +25,7 @@ from moetail.conformance.adapters import NotMapped
 from moetail.conformance.implementation import UsageError
 from moetail.reference import Reference
 from moetail.spec import MoEOutput, checks
+from moetail.spec.operations import ALLREDUCE
 
 __all__ = [
     "DEFAULT_FOLDER",
@@ -299,11 +300,7 @@ def why_not(residual: Tensor, world_size: int) -> str | None:
     return None
 
 
-class _Reference(Reference):
-    """The reference, with nothing copied from the host, which a graph's capture does not allow."""
-
-    def multiply(self, value: Tensor, factor: float) -> Tensor:
-        return value.to(torch.float32) * factor
+_reference = Reference()
 
 
 def compose(
@@ -333,7 +330,6 @@ def compose(
         OverflowError: a buffer of rows past 2^31 elements. The kernel multiplies row by H in 32
             bits, and would read elsewhere, which may end the process.
     """
-    reference = _Reference()
     routed = x.routed
     weights: Tensor | None
     if isinstance(routed, Tensor):
@@ -356,15 +352,20 @@ def compose(
     gamma = residual.new_ones(residual.shape[1]) if next_weight is None else next_weight
     if post_eps is not None or (scales is not None and scales[0] != 1.0):
         reduced, _ = kernel(*finalized, torch.zeros_like(residual), gamma, 1.0)
-        return reference.boundary(
+        return _reference.beam_norm_residual_norm(
             reduced, residual, post_weight, post_eps, next_weight, next_eps, scales
         )
     if scales is not None:
-        residual = reference.round(reference.multiply(residual, scales[1]))
+        residual = scaled(residual, scales[1])
     hidden, normalized = kernel(
         *finalized, residual, gamma, 1.0 if next_eps is None else float(next_eps)
     )
     return hidden, None if next_eps is None else normalized
+
+
+def scaled(value: Tensor, factor: float) -> Tensor:
+    """The product as the contract's stage "scale" rounds it, and its residual add its products."""
+    return _reference.through(("scale",), {"rows": value, "routed_scale": factor})
 
 
 def _weighted(rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
@@ -399,8 +400,8 @@ def mapped(library: Path) -> Callable[..., tuple[Tensor, Tensor | None]]:
         workspace: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """See :meth:`moetail.spec.MoETail.beam_finalize_allreduce_norm_residual_norm`."""
+        _check(locals())
         tail = (post_weight, post_eps, next_weight, next_eps, scales)
-        _check(x, residual, *tail, workspace)
         reason = why_not(residual, workspace.world_size)
         if reason is not None:
             raise NotMapped(reason)
@@ -411,9 +412,9 @@ def mapped(library: Path) -> Callable[..., tuple[Tensor, Tensor | None]]:
     return beam_finalize_allreduce_norm_residual_norm
 
 
-def _check(x: MoEOutput, residual: Tensor, *others: Any) -> None:
+def _check(call: dict[str, Any]) -> None:
     """The refusals of the contract: FlashInfer's kernel refuses next to nothing."""
-    checks.check_allreduce(x, residual, *others)
+    checks.check(ALLREDUCE, call)
     # The map's values cannot be read while a graph is captured.
-    if not (residual.is_cuda and torch.cuda.is_current_stream_capturing()):
-        checks.check_moe_output_values(x)
+    if not (call["residual"].is_cuda and torch.cuda.is_current_stream_capturing()):
+        checks.check_values(ALLREDUCE, call)

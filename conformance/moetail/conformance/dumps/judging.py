@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -30,16 +30,9 @@ from moetail.conformance.run.evidence import verdict_evidence
 from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Results, TrialResult
 from moetail.conformance.run.runner import diagnosis_fields
 from moetail.reference import BeamAllReduceWorkspace, Reference
-from moetail.spec import OPERATIONS, ContractError, operation, owned_tokens
-from moetail.spec import checks as refusals
+from moetail.spec import OPERATIONS, ContractError, checks, operation
 from moetail.spec.rules import (
-    ALLREDUCE,
-    BOUNDARY,
-    CONVERT,
-    FINALIZE,
-    FUSED,
     GATHER,
-    MOE_OUTPUT,
     ROUTE_MAJOR,
 )
 
@@ -213,7 +206,7 @@ class _Group:
         """Why the contract refuses these arguments, if it does."""
         for dump in self.dumps:
             try:
-                _REFUSALS[self.operation](dump)
+                _refuse(dump)
             except ContractError as error:
                 return error
         return None
@@ -380,41 +373,12 @@ def _bound(dump: Dump) -> dict[str, Any]:
     return dict(bound.arguments)
 
 
-def _refuse_fused(dump: Dump) -> None:
+def _refuse(dump: Dump) -> None:
+    """Raise what the contract refuses of a call."""
+    item = operation(dump.operation)
+    if not item.computes:
+        getattr(Reference(), item.name)(**dump.arguments)
+        return
     call = _bound(dump)
-    refusals.check_fused(**call)
-    refusals.check_identity_values(call["x"], call["residual"].shape[0])
-
-
-def _refuse_gather(dump: Dump) -> None:
-    call = _bound(dump)
-    refusals.check_gather(**call)
-    tokens = call["residual"].shape[0]
-    owned = owned_tokens(tokens, dump.world_size, dump.rank)
-    refusals.check_identity_values(call["x"], len(owned))
-
-
-def _refuse_moe_output(dump: Dump) -> None:
-    refusals.check_moe_output(dump.arguments["x"])
-    refusals.check_moe_output_values(dump.arguments["x"])
-
-
-def _refuse_allreduce(dump: Dump) -> None:
-    refusals.check_allreduce(**_bound(dump))
-    refusals.check_moe_output_values(dump.arguments["x"])
-
-
-def _refuse_conversion(dump: Dump) -> None:
-    getattr(Reference(), dump.operation)(**dump.arguments)
-
-
-_REFUSALS: dict[str, Callable[[Dump], None]] = {
-    CONVERT: _refuse_conversion,
-    ROUTE_MAJOR: _refuse_conversion,
-    FINALIZE: lambda dump: refusals.check_finalize(**_bound(dump)),
-    BOUNDARY: lambda dump: refusals.check_boundary(**_bound(dump)),
-    FUSED: _refuse_fused,
-    GATHER: _refuse_gather,
-    MOE_OUTPUT: _refuse_moe_output,
-    ALLREDUCE: _refuse_allreduce,
-}
+    checks.check(item, call)
+    checks.check_values(item, call)

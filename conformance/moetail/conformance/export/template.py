@@ -9,49 +9,20 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from moetail.conformance.implementation import UsageError
-from moetail.spec import MoETail, checks
+from moetail.spec import BEAM, OPERATIONS, MoETail, operation
 from moetail.spec.api import WorkspaceFactory
-from moetail.spec.document import document
-from moetail.spec.rules import (
-    ALLREDUCE,
-    BOUNDARY,
-    FINALIZE,
-    FUSED,
-    GATHER,
-    MOE_OUTPUT,
-    OPERATIONS,
-    WORKSPACE,
-)
+from moetail.spec.formulas import formula
+from moetail.spec.operations import WORKSPACE
 
 __all__ = ["TODO", "template", "unfilled", "write_template"]
 
 TODO = "todo_"
 """In front of an operation's name: not filled yet, so not provided."""
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    FINALIZE: checks.check_finalize,
-    BOUNDARY: checks.check_boundary,
-    FUSED: checks.check_fused,
-    GATHER: checks.check_gather,
-    MOE_OUTPUT: checks.check_moe_output,
-    ALLREDUCE: checks.check_allreduce,
-}
-
-_REDUCE = ("reduce", "round", "scale")
-_BOUNDARY = ("post-norm", "residual", "next norm")
-_STAGES: dict[str, tuple[str, ...]] = {
-    FINALIZE: (*_REDUCE, "post-norm"),
-    BOUNDARY: _BOUNDARY,
-    FUSED: (*_REDUCE, *_BOUNDARY),
-    GATHER: (*_REDUCE, *_BOUNDARY),
-    MOE_OUTPUT: (*_REDUCE, "shared"),
-    ALLREDUCE: (*_REDUCE, "shared", "all-reduce", *_BOUNDARY),
-}
 
 _HEAD = '''\
 """Operations of the MoE tail, to be filled.
@@ -92,7 +63,7 @@ def template(operations: Sequence[str] = (), path: str = "my_kernel.py") -> str:
         path: the file's name, for the command that it shows.
     """
     chosen = [item for item in OPERATIONS if not operations or item.name in operations]
-    parts = [_workspace() if item.name == WORKSPACE else _function(item.name) for item in chosen]
+    parts = [_workspace() if item is WORKSPACE else _function(item.name) for item in chosen]
     body = "\n\n".join(parts)
     names = [
         name
@@ -144,7 +115,10 @@ def _function(name: str) -> str:
         default = "" if parameter.default is parameter.empty else f" = {parameter.default!r}"
         lines.append(f"    {parameter.name}: {parameter.annotation}{default},")
     head = [f"def {TODO}{name}(", *lines, f") -> {signature.return_annotation}:"]
-    body = [*_stages(name), *_check(name), "raise NotImplementedError"]
+    item = operation(name)
+    body = [f"# {stage + ':':<11} {formula(BEAM, stage)}" for stage in item.stages]
+    body += [f"checks.check({name!r}, locals())".replace("'", '"')] if item.computes else []
+    body.append("raise NotImplementedError")
     return "\n".join(
         [*head, _docstring(function), *textwrap.indent("\n".join(body), "    ").split("\n"), ""]
     )
@@ -152,7 +126,7 @@ def _function(name: str) -> str:
 
 def _workspace() -> str:
     docstring = _docstring(WorkspaceFactory.create)
-    return _WORKSPACE.format(todo=TODO, name=WORKSPACE, docstring=docstring)
+    return _WORKSPACE.format(todo=TODO, name=WORKSPACE.name, docstring=docstring)
 
 
 def _docstring(function: Callable[..., Any]) -> str:
@@ -160,26 +134,3 @@ def _docstring(function: Callable[..., Any]) -> str:
     text = inspect.cleandoc(function.__doc__ or "")
     text = re.sub(r":\w+:`[~.]?(?:moetail\.[\w.]*\.)?([\w.]+)`", r"``\1``", text)
     return textwrap.indent(f'"""{text}\n"""', "    ", lambda line: bool(line.strip()))
-
-
-def _check(name: str) -> list[str]:
-    """The call of the contract's argument check, formatted as a formatter would."""
-    if name not in _CHECKS:
-        return []
-    check = _CHECKS[name]
-    names = list(inspect.signature(check).parameters)
-    arguments = ", ".join(names)
-    head = f"checks.{check.__name__}("
-    if len(head) + len(arguments) < 96:
-        return [f"{head}{arguments})"]
-    if len(arguments) <= 92:
-        return [head, f"    {arguments}", ")"]
-    return [head, *(f"    {item}," for item in names), ")"]
-
-
-def _stages(name: str) -> Iterator[str]:
-    """The arithmetic as comments, from the contract's table."""
-    table = re.findall(r"^\| ([\w -]+?)(?: \(operation 8\))? \| (\w+ = .*?) \|", document(), re.M)
-    found = dict(table)
-    for stage in _STAGES.get(name, ()):
-        yield f"# {stage + ':':<11} {found[stage]}"
