@@ -314,7 +314,7 @@ def test_what_stands_between_the_sum_and_the_residual_is_the_references(
     made = compose(kernel, _output(), *tail)
     assert not bool(kernel.given["residual"].any())
     summed = torch.full_like(RESIDUAL, 3.0)
-    expected = Reference().boundary(summed, *tail)
+    expected = Reference().beam_norm_residual_norm(summed, *tail)
     for mine, theirs in zip(made, expected, strict=True):
         assert mine is not None
         assert theirs is not None
