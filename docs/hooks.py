@@ -62,18 +62,18 @@ def _rule(rule: Any) -> str:
         seen = f" Seen in {mutant.source}." if mutant.source else ""
         lines.append(f"- `{mutant.id}`: {_escaped(mutant.sentence)}{seen}")
     if mutants:
-        shown = min(mutants, key=lambda item: len(_source(item.implementation)))
-        code = _indented(f"```python\n{_source(shown.implementation)}```")
+        shown = min(mutants, key=lambda item: len(_source(item.made)))
+        code = _indented(f"```python\n{_source(shown.made)}```")
         command = f"moetail check {shown.name} --rule {rule.id}"
         lines += [
-            f'\n??? example "{shown.id}, the reference with one stage replaced"\n',
+            f'\n??? example "{shown.id}, the reference with one change"\n',
             f"{code}\n\n    `{command}`\n",
         ]
     return "\n".join(lines)
 
 
-def _source(implementation: type) -> str:
-    return inspect.cleandoc(inspect.getsource(implementation)) + "\n"
+def _source(made: Any) -> str:
+    return inspect.cleandoc(inspect.getsource(made)) + "\n"
 
 
 _STAGES = (
@@ -347,7 +347,7 @@ def sample_report() -> str:
     """The report of a mutant, as an example of one."""
     import torch
 
-    from moetail.conformance.catalogue import mutant
+    from moetail.conformance.catalogue import change
     from moetail.conformance.report.page import report_html
     from moetail.conformance.run.plan import Plan
     from moetail.conformance.suite import run_suite
@@ -355,7 +355,7 @@ def sample_report() -> str:
 
     torch.set_num_threads(1)
     rules = tuple(f"ROUND-{number}" for number in range(1, 5))
-    name = mutant("scale-before-rounding").name
+    name = change("scale-before-rounding").name
     return report_html(run_suite(name, Plan(), operations=(FINALIZE,), rules=rules))
 
 

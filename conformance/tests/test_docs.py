@@ -62,7 +62,7 @@ def test_every_rule_stands_there_with_what_breaks_it(texts: dict[str, str]) -> N
         listed = re.findall(r"^- `([\w-]+)`: ", sections[rule.id], re.M)
         assert listed == [mutant.id for mutant in mutants]
         if mutants:
-            assert re.search(r"^    class \w+\(", sections[rule.id], re.M)
+            assert re.search(r"^    (class|def) \w+\(", sections[rule.id], re.M)
             (command,) = re.findall(r"`moetail check (\S+) --rule (\S+)`", sections[rule.id])
             assert command[0] in [mutant.name for mutant in mutants]
             assert command[1] == rule.id

@@ -140,13 +140,16 @@ def fp(value: Fraction, oracle: Any, name: str = "fp32") -> Fraction:
     weights=st.sampled_from(["fp32", "bf16", "tf32"]),
     product=st.sampled_from(["fp32", "bf16"]),
     accumulator=st.sampled_from(["fp32", "bf16"]),
+    every=st.integers(1, 3),
 )
-def test_a_weighted_sum_in_other_formats(oracle, routes, weights, product, accumulator):
+def test_a_weighted_sum_in_other_formats(oracle, routes, weights, product, accumulator, every):
     total = Fraction(0)
-    for row, factor in routes:
+    for k, (row, factor) in enumerate(routes):
         term = fp(fp(Fraction(factor), oracle, weights) * Fraction(row), oracle, product)
-        total = fp(fp(total, oracle, accumulator) + term, oracle)
-    contract = BEAM.edit("reduce", weights=weights, product=product, accumulator=accumulator)
+        kept = accumulator if k % every == 0 else "fp32"
+        total = fp(fp(total, oracle, kept) + term, oracle)
+    how = {"weights": weights, "product": product, "accumulator": accumulator, "every": every}
+    contract = BEAM.edit("reduce", **how)
     values = {
         "rows": torch.tensor([[row] for row, _ in routes]).to(torch.bfloat16),
         "weights": torch.tensor([[factor for _, factor in routes]]),
@@ -207,6 +210,17 @@ def test_gains(gain, factor):
     made = With(contract).through(["post-norm"], values)
     inverse = (SQUARES / 4 + 0.5) ** -0.5
     assert torch.allclose(made.double(), ROW.double() * inverse * factor, rtol=2.0**-20, atol=0.0)
+
+
+def test_a_gain_in_another_format():
+    """FP16 has no exponent for 2^-30, and rounds 1.5 * 2^-24 to 2 * 2^-24."""
+    gain = torch.tensor([1.0, 2.0**-30, 1.5 * 2.0**-24, 3.0]).to(torch.bfloat16)
+    held = torch.tensor([1.0, 0.0, 2.0**-23, 3.0], dtype=torch.float64)
+    contract = BEAM.edit("post_norm", weight="fp16", rounds=None)
+    values = {"rows": ROW, "post_eps": 0.5, "post_weight": gain}
+    made = With(contract).through(["post-norm"], values)
+    inverse = (SQUARES / 4 + 0.5) ** -0.5
+    assert torch.allclose(made.double(), ROW.double() * inverse * held, rtol=2.0**-20, atol=0.0)
 
 
 def test_an_affine_after_the_rounding_multiplies_a_rounded_value(oracle):

@@ -72,6 +72,37 @@ def test_a_step_put_in_stands_between():
     assert taken(BEAM.insert("shared_output", first))["shared"] == ("scale", "scaled")
 
 
+def test_several_steps_are_put_in_as_they_follow_each_other():
+    rounded = Step("rounded", "round", ("sum",), BF16, stage="residual")
+    scaled = Step("scaled", "multiply", ("rounded", "x_scale"), None, stage="residual")
+    edited = BEAM.insert("sum", rounded, scaled)
+    assert taken(edited)["scaled"] == ("rounded", "x_scale")
+    assert taken(edited)["hidden"] == ("scaled",)
+    assert BEAM.differences(edited) == ("hidden", "rounded", "scaled")
+
+
+def test_a_step_that_takes_another_value():
+    edited = BEAM.take("next_inverse", hidden="sum")
+    assert taken(edited)["next_inverse"] == ("sum", "next_eps")
+    assert BEAM.differences(edited) == ("next_inverse",)
+    with pytest.raises(KeyError, match="next_inverse takes no 'total'; it takes hidden, next_eps"):
+        BEAM.take("next_inverse", total="sum")
+
+
+def test_a_step_moved_behind_another():
+    edited = BEAM.move("scale", after="shared")
+    assert taken(edited)["shared"] == ("round", "shared_output")
+    assert taken(edited)["scale"] == ("shared", "routed_scale")
+    assert taken(edited)["all_reduce"] == ("scale",)
+
+
+def test_every_step_of_an_op_can_be_changed_at_once():
+    edited = BEAM.each("affine", gain="none", rounds=None)
+    assert BEAM.differences(edited) == ("post_norm", "normalized")
+    assert {edited.step(name).rounds for name in ("post_norm", "normalized")} == {None}
+    assert edited.step("post_norm").how["gain"] == "none"
+
+
 def test_every_rounding_can_be_changed_at_once():
     edited = BEAM.each_rounding(mode="toward-zero")
     assert {step.rounds.mode for step in edited.steps if step.rounds} == {"toward-zero"}

@@ -58,6 +58,16 @@ def test_every_rule_of_rounding_has_a_stage():
             "reduce",
             "a = BF16 sum over live k of BF16(float(BF16(w[t, k])) * float(x[t, k]))",
         ),
+        (
+            BEAM.edit("reduce", accumulator="bf16", every=8),
+            "reduce",
+            "a = BF16 sum (every 8) over live k of float(w[t, k]) * float(x[t, k])",
+        ),
+        (
+            BEAM.edit("post_norm", weight="fp16"),
+            "post-norm",
+            "n = RN(q * inv * FP16(w)), inv = 1 / sqrt(mean(q * q) + eps)",
+        ),
         (BEAM.edit("round", rounds=None), "round", "r = a"),
         (
             BEAM.edit("scale", factor="bf16"),

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import moetail.conformance.catalogue as package
-from moetail.conformance.catalogue import MUTANTS, Mutant, mutant
-from moetail.conformance.catalogue.around import rounded_to_bits
-from moetail.conformance.catalogue.reduction import through_tf32
+from moetail.conformance.cases import Case
+from moetail.conformance.catalogue import MUTANTS, VARIANTS, Change, Mutant, change, changed, edited
+from moetail.conformance.catalogue.change import CATALOGUE
+from moetail.conformance.run.call import same_bits
 from moetail.conformance.run.check import planned
 from moetail.conformance.run.plan import Plan
 from moetail.conformance.run.subject import Subject
@@ -21,7 +21,8 @@ from moetail.conformance.score.compare import Line, markdown, ordinary_cases
 from moetail.conformance.score.table import Row, Table, examine
 from moetail.conformance.suite import checks
 from moetail.reference import Reference
-from moetail.spec import OPERATIONS, RULES, operation, rule
+from moetail.spec import BEAM, OPERATIONS, RULES, operation, rule
+from moetail.spec.rules import BOUNDARY, FUSED, MOE_OUTPUT
 
 NAMES = {item.name for item in OPERATIONS}
 
@@ -55,8 +56,8 @@ PUBLIC_BUGS = (
 
 
 def test_there_are_enough_and_ids_are_unique() -> None:
-    assert len(MUTANTS) >= 45
-    assert len({item.id for item in MUTANTS}) == len(MUTANTS)
+    assert len(MUTANTS) >= 188
+    assert len({item.id for item in CATALOGUE.values()}) == len(MUTANTS) + len(VARIANTS)
 
 
 @pytest.mark.parametrize("item", MUTANTS, ids=lambda item: item.id)
@@ -70,14 +71,75 @@ def test_every_entry_is_well_formed(item: Mutant) -> None:
     assert item.operations
     assert set(item.operations) <= NAMES
     assert issubclass(item.implementation, Reference)
+    assert item.when is None or item.edit is not None
 
 
-@pytest.mark.parametrize("item", MUTANTS, ids=lambda item: item.id)
-def test_every_mutant_loads_by_its_name(item: Mutant) -> None:
+@pytest.mark.parametrize("item", CATALOGUE.values(), ids=lambda item: item.id)
+def test_every_entry_loads_by_its_name(item: Change) -> None:
     module, attribute = item.name.split(":")
     loaded = getattr(importlib.import_module(module), attribute)
     assert type(loaded) is item.implementation
     assert getattr(package, item.attribute) is loaded
+
+
+EDITS = [item for item in CATALOGUE.values() if item.edit is not None]
+
+
+@pytest.mark.parametrize("item", EDITS, ids=lambda item: item.id)
+def test_every_edit_gives_another_contract(item: Change) -> None:
+    contract = edited(item)
+    differing = BEAM.differences(contract)
+    assert differing
+    every = (*BEAM.steps, *contract.steps)
+    stages = {stage for name in item.operations for stage in operation(name).stages}
+    assert {step.stage for step in every if step.name in differing} & stages
+    # The same edit twice is one change only where calls or operations tell them apart.
+    same = [
+        other for other in EDITS if other.edit is not item.edit and other.edit(BEAM) == contract
+    ]
+    told = (item.when, item.operations)
+    assert all((other.when, other.operations) != told for other in same)
+
+
+def test_an_edit_leaves_other_operations_alone() -> None:
+    case = Case(BOUNDARY, "normal", 1, 3, 1, 256, next="affine")
+    plain, broken = Reference(), change("scale-in-bf16").implementation()
+    other = change("truncates-normalized").implementation()
+    calls = case.arguments(), case.arguments(), case.arguments()
+    expected, same, differs = (
+        made.beam_norm_residual_norm(**call)
+        for made, call in zip((plain, broken, other), calls, strict=True)
+    )
+    assert same_bits(expected[1], same[1])
+    assert not same_bits(expected[1], differs[1])
+    everywhere = changed(change("tf32-products"))
+    routed = Case(MOE_OUTPUT, "normal", 1, 9, 6, 256).arguments()["x"]
+    assert same_bits(
+        change("tf32-products").implementation().finalize_moe_output(routed),
+        plain.finalize_moe_output(routed),
+    )
+    assert not same_bits(
+        everywhere().finalize_moe_output(routed), plain.finalize_moe_output(routed)
+    )
+
+
+def test_an_edit_holds_only_for_its_calls() -> None:
+    item = change("unfused-forgets-scale")
+    case = Case(FUSED, "normal", 1, 5, 4, 256, routed_scale=2.5, next="affine")
+    for strategy, holds in (("fused", False), ("unfused", True), (None, False)):
+        one = case.replace(strategy=strategy)
+        got = item.implementation().beam_moe_finalize_norm_residual_norm(**one.arguments())
+        due = Reference().beam_moe_finalize_norm_residual_norm(**one.arguments())
+        assert same_bits(got[0], due[0]) is not holds
+
+
+def test_two_edits_make_one_contract() -> None:
+    first, second = change("scale-before-rounding"), change("affine-plus-one")
+    assert edited(first, second) == edited(second, first)
+    assert set(BEAM.differences(edited(first, second))) == {"round", "post_norm", "normalized"}
+    assert edited(first, change("sentinel-as-row-zero")) == edited(first)
+    with pytest.raises(KeyError, match="no step 'scale'"):
+        edited(change("scale-forgotten"), change("scale-in-bf16"))
 
 
 def test_every_rule_is_broken_by_some_mutant() -> None:
@@ -90,8 +152,8 @@ def test_every_public_bug_is_covered(bug: str) -> None:
 
 
 def test_unknown_ids_are_named() -> None:
-    with pytest.raises(KeyError, match="no mutant 'nothing'"):
-        mutant("nothing")
+    with pytest.raises(KeyError, match="no change 'nothing'"):
+        change("nothing")
     with pytest.raises(AttributeError, match="nothing"):
         _ = package.nothing
 
@@ -123,53 +185,11 @@ def test_every_local_mutant_differs(item: Mutant) -> None:
     pytest.fail(f"no check of {', '.join(wanted)} rejects it")
 
 
-# --- the roundings that mutants are made of -------------------------------------------------------
-
-
-def _values() -> torch.Tensor:
-    gen = torch.Generator().manual_seed(3)
-    bits = torch.randint(-(1 << 31), (1 << 31) - 1, (20000,), generator=gen)
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, 1e-45])
-    return torch.cat([bits.to(torch.int32).view(torch.float32), special])
-
-
-def test_adding_to_the_bits_can_round_as_the_contract_does() -> None:
-    value = _values()
-    got = rounded_to_bits(value, lambda bits: 0x7FFF + ((bits >> 16) & 1))
-    expected = value.to(torch.bfloat16)
-    assert torch.equal(got.isnan(), expected.isnan())
-    number = ~got.isnan()
-    assert torch.equal(got[number].view(torch.int16), expected[number].view(torch.int16))
-
-
-@pytest.mark.parametrize(
-    ("mutant_id", "expected"),
-    [
-        ("truncates", [1.0, -1.0, 1.0, 1.0078125]),
-        ("rounds-half-away", [1.0078125, -1.0078125, 1.0, 1.015625]),
-        ("rounds-half-down", [1.0, -1.0, 1.0, 1.0078125]),
-        ("rounds-half-up", [1.0078125, -1.0, 1.0, 1.015625]),
-        ("rounds-up", [1.0078125, -1.0, 1.0, 1.015625]),
-        ("rounds-to-odd", [1.0078125, -1.0078125, 1.0, 1.0078125]),
-    ],
-)
-def test_modes_on_ties(mutant_id: str, expected: list[float]) -> None:
-    """A tie above an even number, its negative, no tie at all, and a tie above an odd number."""
-    value = torch.tensor([1.00390625, -1.00390625, 1.0, 1.01171875])
-    assert mutant(mutant_id).implementation().round(value).float().tolist() == expected
-
-
-def test_tf32_has_ten_bits() -> None:
-    value = torch.tensor([1.0 + 2.0**-10, 1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, torch.inf])
-    expected = [1.0 + 2.0**-10, 1.0, 1.0 + 2.0**-9, torch.inf]
-    assert through_tf32(value).tolist() == expected
-
-
 # --- the table ------------------------------------------------------------------------------------
 
 
 def test_examine_ends_with_the_check_that_rejects() -> None:
-    row = examine(mutant("scale-before-rounding"), Plan(ranks=(1,)))
+    row = examine(change("scale-before-rounding"), Plan(ranks=(1,)))
     assert row.killed
     assert row.right
     assert row.first == "ROUND-2"

@@ -8,18 +8,18 @@ import pytest
 from torch import Tensor
 
 from moetail.conformance.cases import Case
-from moetail.conformance.catalogue import mutant
-from moetail.conformance.catalogue.variants import variant
+from moetail.conformance.catalogue import Mutant, change, changed, edited
 from moetail.conformance.diagnosis import (
     DEVIATIONS,
     Diagnosis,
     diagnose,
+    evidence,
     rule_named,
-    search,
     simulate,
 )
 from moetail.conformance.judge import judge
 from moetail.reference import Reference
+from moetail.spec import Contract, Step
 from moetail.spec.rules import ALLREDUCE, FINALIZE, FUSED, GATHER, MOE_OUTPUT
 
 _TAIL: dict[str, Any] = {"post": "affine", "next": "affine", "scales": (0.7, 1.3)}
@@ -29,12 +29,17 @@ _GATHER = Case(GATHER, "normal", 1, 5, 4, 256, ranks=2, strategy="twoshot", **_T
 _ALLREDUCE = Case(ALLREDUCE, "normal", 1, 5, 6, 256, ranks=3, shared=True, **_TAIL)
 
 
-def _diagnosed(case: Case, *classes: type[Reference], prefer: str = "") -> Diagnosis:
-    implementation = classes[0] if len(classes) == 1 else type("Broken", classes, {})
+def _diagnosed(case: Case, broken: type[Reference], prefer: str = "") -> Diagnosis:
     calls = [case.arguments(rank) for rank in range(case.ranks)]
-    verdict = judge(case.operation, calls, simulate(implementation, case.operation, calls))
+    verdict = judge(case.operation, calls, simulate(broken, case.operation, calls))
     assert not verdict.conforms
     return diagnose(case.operation, calls, verdict, prefer=prefer)
+
+
+def _mutant(mutant_id: str) -> Mutant:
+    item = change(mutant_id)
+    assert isinstance(item, Mutant)
+    return item
 
 
 def _ids(found: Diagnosis) -> list[str]:
@@ -57,7 +62,7 @@ def _ids(found: Diagnosis) -> list[str]:
     ],
 )
 def test_names_a_single_deviation(mutant_id: str, case: Case) -> None:
-    item = mutant(mutant_id)
+    item = _mutant(mutant_id)
     found = _diagnosed(case, item.implementation)
     assert _ids(found) == [mutant_id]
     assert found.rules == (item.rule,)
@@ -70,8 +75,7 @@ def test_names_a_single_deviation(mutant_id: str, case: Case) -> None:
 @pytest.mark.parametrize("mutant_id", ["scale-before-rounding", "affine-after-rounding"])
 def test_a_legal_order_of_the_sum_does_not_hide_it(mutant_id: str) -> None:
     case = Case(FUSED, "cancel", 1, 9, 6, 512, routed_scale=2.5, **_TAIL)
-    other = variant("reversed-sum").implementation
-    found = _diagnosed(case, mutant(mutant_id).implementation, other)
+    found = _diagnosed(case, changed(change(mutant_id), change("reversed-sum")))
     assert _ids(found) == [mutant_id]
     assert found.share > 0.95
 
@@ -82,11 +86,12 @@ def test_a_legal_order_of_the_sum_does_not_hide_it(mutant_id: str) -> None:
         ("truncates", "scale-before-rounding"),
         ("affine-after-rounding", "scale-twice"),
         ("residual-product-not-rounded", "bf16-accumulator"),
+        ("bf16-partial-sums", "scale-before-rounding"),
+        ("mean-over-one-less", "scales-in-bf16"),
     ],
 )
 def test_names_two_at_once(first: str, second: str) -> None:
-    classes = (mutant(first).implementation, mutant(second).implementation)
-    found = _diagnosed(_FUSED, *classes)
+    found = _diagnosed(_FUSED, changed(change(first), change(second)))
     assert sorted(_ids(found)) == sorted((first, second))
     assert found.share > 0.97
     assert "together explain" in found.describe()
@@ -95,10 +100,8 @@ def test_names_two_at_once(first: str, second: str) -> None:
 class _Unheard(Reference):
     """Adds a constant: no mutant does."""
 
-    def residual_add(
-        self, value: Tensor, residual: Tensor, scales: tuple[float, float] | None
-    ) -> Tensor:
-        return super().residual_add(value, residual, scales) + 0.375
+    def add(self, step: Step, value: Tensor, other: Tensor) -> Tensor:
+        return super().add(step, value, other) + 0.375
 
 
 def test_says_so_where_nothing_known_explains_it() -> None:
@@ -108,36 +111,38 @@ def test_says_so_where_nothing_known_explains_it() -> None:
     assert found.describe() == "no known deviation explains it"
 
 
+class _With(Reference):
+    def __init__(self, contract: Contract) -> None:
+        self.contract = contract
+
+
 def test_a_deviation_that_is_wrong_elsewhere_is_not_named() -> None:
     """One token of nine is truncated: truncation explains it, and contradicts the eight others."""
+    contract = edited(change("truncates"))
 
-    class OneToken(mutant("truncates").implementation):  # type: ignore[misc]
-        def finalize_slots(self, *args: Any) -> Tensor:
-            finalized: Tensor = Reference().finalize_slots(*args)
-            finalized[0] = super().finalize_slots(*args)[0]
+    class OneToken(Reference):
+        def finalize(self, values: Any, live: int, stages: Any) -> Tensor:
+            finalized = super().finalize(values, live, stages)
+            finalized[0] = _With(contract).finalize(values, live, stages)[0]
             return finalized
-
-        def round(self, value: Tensor) -> Tensor:
-            rounded: Tensor = super().round(value)
-            return rounded
 
     assert _diagnosed(_FINALIZE, OneToken).deviations == ()
 
 
 def test_the_preferred_rule_decides_between_equals() -> None:
     case = Case(GATHER, "normal", 1, 5, 4, 256, ranks=2, strategy="unfused", routed_scale=2.5)
-    broken = mutant("unfused-gather-forgets-scale").implementation
+    broken = change("unfused-gather-forgets-scale").implementation
     assert _diagnosed(case, broken, prefer="OWN-4").rules == ("OWN-4",)
     assert _diagnosed(case, broken, prefer="ROUND-2").rules == ("ROUND-2",)
 
 
 def test_the_rule_is_the_checks_unless_another_explains_nearly_all() -> None:
-    other = mutant("inverse-too-large")
+    other = _mutant("inverse-too-large")
     assert rule_named("ROUND-2", Diagnosis((other,), 95, 100, 1.0)) == "ROUND-4"
     assert rule_named("ROUND-2", Diagnosis((other,), 80, 100, 1.0)) == "ROUND-2"
     assert rule_named("ROUND-2", Diagnosis((), 0, 100, 0.0)) == "ROUND-2"
     assert rule_named("TAIL", Diagnosis((other,), 60, 100, 1.0)) == "ROUND-4"
-    both = (other, mutant("scale-twice"))
+    both = (other, _mutant("scale-twice"))
     assert rule_named("ROUND-2", Diagnosis(both, 100, 100, 1.0)) == "ROUND-2"
 
 
@@ -153,8 +158,8 @@ def test_the_rule_is_the_checks_unless_another_explains_nearly_all() -> None:
     ids=lambda case: case.id.split("/")[0],
 )
 def test_a_large_call_is_cut_to_some_tokens(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search, "MOST_TERMS", 1 << 14)
-    found = _diagnosed(case, mutant("scale-before-rounding").implementation)
+    monkeypatch.setattr(evidence, "MOST_TERMS", 1 << 14)
+    found = _diagnosed(case, change("scale-before-rounding").implementation)
     assert _ids(found) == ["scale-before-rounding"]
     assert found.wrong < 33 * 256
 

@@ -35,6 +35,7 @@ from moetail.conformance.implementation import UsageError
 from moetail.conformance.judge import judge
 from moetail.conformance.run.call import same_bits
 from moetail.reference import BeamAllReduceWorkspace, Reference
+from moetail.spec import BEAM
 from moetail.spec.rules import ALLREDUCE, GATHER, operation
 
 # --- what is saved --------------------------------------------------------------------------------
@@ -214,7 +215,8 @@ def test_a_class_can_be_wrapped_before_its_objects_are_made(tmp_path: Path) -> N
 def add_norm(out: Tensor, x: Tensor, skip: Tensor, gain: Tensor, eps: float = 1e-6) -> None:
     """Somebody's function: residual in place, results through parameters."""
     skip.add_(x)
-    out.copy_(Reference().rms_norm(skip, gain, eps))
+    values = {"rows": skip, "next_weight": gain, "next_eps": eps}
+    out.copy_(Reference().through(["next norm"], values))
 
 
 MAPPING: dict[str, Any] = {
@@ -305,8 +307,7 @@ def test_the_environment_is_the_switch(tmp_path: Path, monkeypatch: pytest.Monke
 class ScalesFirst(Reference):
     """Multiplies before the first rounding (ROUND-2)."""
 
-    def finalize(self, rows: Tensor, weights: Tensor, index: Tensor, routed_scale: float) -> Tensor:
-        return self.round(self.multiply(self.reduce(rows, weights, index), routed_scale))
+    contract = BEAM.edit("round", rounds=None)
 
 
 def test_a_broken_kernel_is_told_its_rule_and_as_many_elements_as_by_the_judge(

@@ -13,7 +13,7 @@ import torch
 
 from moetail.conformance.cases import Case
 from moetail.conformance.cases.rewrites import REWRITES
-from moetail.conformance.catalogue import mutant
+from moetail.conformance.catalogue import change
 from moetail.conformance.run import workspaces
 from moetail.conformance.run.call import CallSpec, wanted
 from moetail.conformance.run.check import Check
@@ -242,7 +242,7 @@ def test_the_machine_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None
     "name", ["stride-of-largest-call", "old-rows-after-another-strategy", "waits-for-first-size"]
 )
 def test_stale_workspaces_are_run_5s(pool: RankPool, name: str) -> None:
-    row = examine(mutant(name), KEEPING, pool)
+    row = examine(change(name), KEEPING, pool)
     assert (row.error, row.first) == ("", "RUN-5")
 
 

@@ -77,8 +77,9 @@ from moetail.reference import Reference
 
 
 class RowZero(Reference):
-    def reduce(self, rows, weights, index):
-        return super().reduce(rows, weights, index.clamp(min=0) if rows.shape[0] else index)
+    def weighted_sum(self, step, rows, weights, index):
+        index = index.clamp(min=0) if rows.shape[0] else index
+        return super().weighted_sum(step, rows, weights, index)
 
 
 finalize_moe_output = RowZero().finalize_moe_output
@@ -89,8 +90,8 @@ from moetail.reference import Reference
 
 
 class Padding(Reference):
-    def finalize_owned(self, x, slots, live, routed_scale):
-        return self.finalize_slots(self.as_slots(x), x.expert_weights, slots, routed_scale)
+    def finalize_owned(self, values, slots, live):
+        return self.finalize(values, slots, ("reduce", "round", "scale"))
 
     def gather(self, workspace, rows, num_tokens, *, through_hook=False):
         slots = workspace.world_size * rows.shape[0]

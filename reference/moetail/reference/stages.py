@@ -40,7 +40,7 @@ class Stages:
         ``rows`` is what enters the first of the stages.
         """
         kept, made = set(stages), dict(values)
-        for step in self.contract.steps:
+        for step in self.contract_of(values).steps:
             value: Any = made.get(step.args[0])
             if step.stage in kept and (not step.needs or made.get(step.needs) is not None):
                 if step.op != "round":
@@ -51,8 +51,12 @@ class Stages:
 
     def through(self, stages: Iterable[str], values: Mapping[str, Any]) -> Tensor:
         """What leaves the last of the stages: the steps behind it are identities."""
-        left: Tensor = self.evaluate(stages, values)[self.contract.steps[-1].name]
+        left: Tensor = self.evaluate(stages, values)[self.contract_of(values).steps[-1].name]
         return left
+
+    def contract_of(self, values: Mapping[str, Any]) -> Contract:
+        """The contract that a call with these values follows."""
+        return self.contract
 
     # --- ops, in the order in which the contract needs them first -----------------------------
 
@@ -82,7 +86,8 @@ class Stages:
 
     def accumulate(self, step: Step, total: Tensor, product: Tensor, k: int) -> Tensor:
         """The running sum with route k's product added."""
-        return narrowed(total, step.how["accumulator"]) + product
+        kept = step.how["accumulator"] if k % step.how["every"] == 0 else "fp32"
+        return narrowed(total, kept) + product
 
     def round(self, value: Tensor, rounding: Rounding = BF16) -> Tensor:
         """FP32 to fewer bits; by default to BF16, to nearest, ties to even (ROUND-3)."""
@@ -132,7 +137,8 @@ class Stages:
             normed = rounded(normed, step.how["between"]).to(FP32)
         if weight is None or step.how["gain"] == "none":
             return normed
-        return normed * (weight.to(FP32) + 1.0 if step.how["gain"] == "1+w" else weight.to(FP32))
+        wide = narrowed(weight.to(FP32), step.how["weight"])
+        return normed * (wide + 1.0 if step.how["gain"] == "1+w" else wide)
 
     # --- ranks --------------------------------------------------------------------------------
 

@@ -46,6 +46,7 @@ OPS: Mapping[str, Mapping[str, Any]] = {
         "weights": "fp32",  # the format that the weights are narrowed to first
         "product": "fp32",  # the format that each product is rounded to
         "accumulator": "fp32",  # the format of the running sum between routes, in their order
+        "every": 1,  # after how many routes the running sum is kept in that format
     },
     "sum_ranks": {"accumulator": "fp32"},  # the format of the running sum between ranks
     "multiply": {"factor": "fp32"},  # the format of the factor
@@ -56,6 +57,7 @@ OPS: Mapping[str, Mapping[str, Any]] = {
         "error": 0.0,  # relative, of the inverse
     },
     "affine": {
+        "weight": "fp32",  # the format that the weight is narrowed to first
         "gain": "w",  # or "1+w", or "none"
         "between": None,  # a Rounding before the weight
     },
@@ -165,6 +167,13 @@ class Contract:
         changed = replace(step, **{"how": {**step.how, **said}, **kept})
         return replace(self, steps=tuple(changed if s is step else s for s in self.steps))
 
+    def each(self, op: str, **changes: Any) -> Contract:
+        """The contract with every step of an op changed, as :meth:`edit` changes one."""
+        made = self
+        for step in self.steps:
+            made = made.edit(step.name, **changes) if step.op == op else made
+        return made
+
     def each_rounding(self, **changes: Any) -> Contract:
         """The contract with every rounding changed, by fields of :class:`Rounding`."""
 
@@ -181,15 +190,32 @@ class Contract:
         kept = replace(self, steps=tuple(step for step in self.steps if step is not gone))
         return kept._rewired(name, gone.args[0], lambda step: True)
 
-    def insert(self, after: str, step: Step) -> Contract:
-        """The contract with a step more, which takes ``after``'s value, or an argument, and whose
-        value the steps behind it take in that one's place."""
-        steps = list(self.steps)
-        place = next((k + 1 for k, item in enumerate(steps) if item.name == after), 0)
-        steps.insert(place, step)
-        later = {item.name for item in steps[place + 1 :]}
-        made = replace(self, steps=tuple(steps))
-        return made._rewired(after, step.name, lambda item: item.name in later)
+    def insert(self, after: str, *steps: Step) -> Contract:
+        """The contract with steps more behind the step, or the argument, ``after``: who took that
+        one's value takes the last one's."""
+        place = next((k + 1 for k, item in enumerate(self.steps) if item.name == after), 0)
+        before, behind = self.steps[:place], self.steps[place:]
+        later = {item.name for item in behind}
+        made = replace(self, steps=(*before, *steps, *behind))
+        return made._rewired(after, steps[-1].name, lambda item: item.name in later)
+
+    def take(self, name: str, **instead: str) -> Contract:
+        """The contract with a step that takes other values: ``take("next_inverse", hidden="sum")``.
+
+        Raises:
+            KeyError: no such step, or none of such an argument.
+        """
+        args = self.step(name).args
+        for old in instead:
+            if old not in args:
+                raise KeyError(f"step {name} takes no {old!r}; it takes {', '.join(args)}")
+        return self.edit(name, args=tuple(instead.get(arg, arg) for arg in args))
+
+    def move(self, name: str, after: str) -> Contract:
+        """The contract with a step at another place, where it takes ``after``'s value."""
+        step = self.step(name)
+        moved = replace(step, args=(after, *step.args[1:]))
+        return self.without(name).insert(after, moved)
 
     def _rewired(self, old: str, new: str, where: Callable[[Step], bool]) -> Contract:
         def changed(step: Step) -> Step:

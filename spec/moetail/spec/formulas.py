@@ -52,7 +52,9 @@ def _rounded(text: str, rounding: Rounding | None) -> str:
 
 
 def _sum(step: Step, term: str, over: str) -> str:
-    return f"{step.how['accumulator'].upper()} sum over {over} of {term}"
+    every = step.how.get("every", 1)
+    often = "" if every == 1 else f" (every {every})"
+    return f"{step.how['accumulator'].upper()} sum{often} over {over} of {term}"
 
 
 class _Reader:
@@ -109,6 +111,8 @@ class _Reader:
         normed = _rounded(f"{value} * {inverse}", step.how["between"])
         if step.how["gain"] == "none":
             return normed
+        if step.how["weight"] != "fp32":
+            weight = f"{step.how['weight'].upper()}({weight})"
         return f"{normed} * {f'(1 + {weight})' if step.how['gain'] == '1+w' else weight}"
 
     def nothing(self, step: Step) -> str:

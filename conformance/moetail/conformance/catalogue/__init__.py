@@ -1,53 +1,57 @@
-"""The catalogue of mutants: implementations that each break one rule.
+"""The catalogue: implementations that each break one rule, and legal ones that differ in bits.
 
-A suite is worth what it rejects, so every mutant must be rejected, and by the rule it breaks. Most
-are public bugs; the others fill in the kinds around them. ``MUTANTS`` is in the contract's order of
-stages. Any process loads one as ``"moetail.conformance.catalogue:scale_before_rounding"``: each is
-an attribute of this package, an instance of its class.
+A suite is worth what it rejects, so every mutant must be rejected, and by the rule it breaks; and
+what it accepts, so no variant may be. Most mutants are public bugs; the others fill in the kinds
+around them. ``MUTANTS`` is in the contract's order of stages, edits before behaviours. Any process
+loads one as ``"moetail.conformance.catalogue:scale_before_rounding"``: each is an attribute of this
+package, an instance of its class.
 """
 
 from __future__ import annotations
 
 import functools
 
-from moetail.conformance.catalogue import (
+from moetail.conformance.catalogue import (  # noqa: F401 - they fill the register
+    arithmetic,
     conversions,
+    edits,
     execution,
-    norms,
     ranks,
-    reduction,
     refusals,
-    residual,
     routing,
+    variants,
 )
-from moetail.conformance.catalogue.mutant import CATALOGUE, Mutant
+from moetail.conformance.catalogue.change import CATALOGUE, Change, Mutant, Variant, changed, edited
 from moetail.reference import Reference
 from moetail.spec import RULES
 
-__all__ = ["MUTANTS", "Mutant", "mutant"]
+__all__ = ["MUTANTS", "VARIANTS", "Change", "Mutant", "Variant", "change", "changed", "edited"]
 
-_MODULES = (conversions, routing, reduction, norms, residual, ranks, refusals, execution)
 _ORDER = [rule.id for rule in RULES]
 
 MUTANTS: tuple[Mutant, ...] = tuple(
-    sorted(CATALOGUE.values(), key=lambda made: _ORDER.index(made.rule))
+    sorted(
+        (item for item in CATALOGUE.values() if isinstance(item, Mutant)),
+        key=lambda item: (_ORDER.index(item.rule), item.edit is None),
+    )
 )
+VARIANTS = tuple(item for item in CATALOGUE.values() if isinstance(item, Variant))
 
 
-def mutant(mutant_id: str) -> Mutant:
-    """The mutant of that id; a KeyError that lists the ids where there is none."""
-    if mutant_id not in CATALOGUE:
-        raise KeyError(f"no mutant {mutant_id!r}; there are {', '.join(sorted(CATALOGUE))}")
-    return CATALOGUE[mutant_id]
+def change(change_id: str) -> Change:
+    """The mutant or variant of that id; a KeyError that lists the ids where there is none."""
+    if change_id not in CATALOGUE:
+        raise KeyError(f"no change {change_id!r}; there are {', '.join(sorted(CATALOGUE))}")
+    return CATALOGUE[change_id]
 
 
 @functools.cache
-def _instance(mutant_id: str) -> Reference:
-    return mutant(mutant_id).implementation()
+def _instance(change_id: str) -> Reference:
+    return change(change_id).implementation()
 
 
 def __getattr__(name: str) -> Reference:
-    mutant_id = name.replace("_", "-")
-    if mutant_id not in CATALOGUE:
+    change_id = name.replace("_", "-")
+    if change_id not in CATALOGUE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _instance(mutant_id)
+    return _instance(change_id)

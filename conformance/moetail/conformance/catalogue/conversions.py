@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.catalogue.mutant import breaks
+from moetail.conformance.catalogue.change import breaks
 from moetail.reference import Reference
 from moetail.spec import UnfinalizedMoEOutput
 from moetail.spec.rules import CONVERT, ROUTE_MAJOR

@@ -3,44 +3,50 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moetail.conformance.cases.tensors import mapped, tensors_in
-from moetail.conformance.catalogue.around import COMPUTING, Around
-from moetail.conformance.catalogue.mutant import breaks
+from moetail.conformance.catalogue.around import Around
+from moetail.conformance.catalogue.change import breaks
 from moetail.reference import Reference
+from moetail.spec import OPERATIONS, Step
+from moetail.spec.operations import BOUNDARY
 from moetail.spec.rules import ALLREDUCE, CONVERT, FINALIZE, MOE_OUTPUT
 
-_WITH_TAIL = tuple(name for name in COMPUTING if name not in (FINALIZE, MOE_OUTPUT))
+_WITH_BOUNDARY = tuple(item.name for item in OPERATIONS if item.has_boundary)
+
+Values = dict[str, Any]
+Pair = tuple[Tensor, Tensor | None]
 
 # --- LIVE-2: zero tokens --------------------------------------------------------------------------
 
 
-@breaks("LIVE-2", operations=_WITH_TAIL)
+@breaks("LIVE-2", operations=_WITH_BOUNDARY)
 class ZeroTokensLoseNormalized(Reference):
     """Returns None for normalized when there are no tokens."""
 
-    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
-        return super().no_tokens(residual, None)
+    def no_tokens(self, values: Values) -> Pair:
+        return super().no_tokens({**values, "next_eps": None})
 
 
-@breaks("LIVE-2", operations=_WITH_TAIL)
+@breaks("LIVE-2", operations=_WITH_BOUNDARY)
 class ZeroTokensInventNormalized(Reference):
     """Returns an empty normalized when there are no tokens, whether or not a next norm is asked."""
 
-    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
-        return super().no_tokens(residual, 0.0)
+    def no_tokens(self, values: Values) -> Pair:
+        return super().no_tokens({**values, "next_eps": 0.0})
 
 
-@breaks("LIVE-2", operations=_WITH_TAIL)
+@breaks("LIVE-2", operations=_WITH_BOUNDARY)
 class ZeroTokensLoseTheWidth(Reference):
     """Returns tensors of shape [0] when there are no tokens."""
 
-    def no_tokens(self, residual: Tensor, next_eps: float | None) -> tuple[Tensor, Tensor | None]:
-        hidden, normalized = super().no_tokens(residual, next_eps)
+    def no_tokens(self, values: Values) -> Pair:
+        hidden, normalized = super().no_tokens(values)
         return hidden.flatten(), None if normalized is None else normalized.flatten()
 
 
@@ -48,7 +54,7 @@ class ZeroTokensLoseTheWidth(Reference):
 class ZeroTokensRefused(Around):
     """Launches an empty grid, which is an error."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         result = compute(call)
         first = result[0] if isinstance(result, tuple) else result
         if not first.shape[0]:
@@ -65,57 +71,57 @@ class SumsInArrivalOrder(Reference):
 
     runs = 0
 
-    def finalize(self, rows: Tensor, weights: Tensor, index: Tensor, routed_scale: float) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         self.runs += 1
         if self.runs % 2:
             weights, index = weights.flip(1), index.flip(1)
-        return super().finalize(rows, weights, index, routed_scale)
+        return super().weighted_sum(step, rows, weights, index)
 
 
-@breaks("RUN-1", operations=_WITH_TAIL)
+@breaks("RUN-1", operations=_WITH_BOUNDARY)
 class MeanInArrivalOrder(Reference):
     """Sums the squares with atomics: the inverse RMS moves by its permitted 2^-16 between runs."""
 
     runs = 0
 
-    def next_norm(self, hidden: Tensor, weight: Tensor | None, eps: float | None) -> Tensor | None:
+    def boundary(self, values: Values, stages: Iterable[str] = BOUNDARY.stages) -> Pair:
         self.runs += 1
-        return super().next_norm(hidden, weight, eps)
+        return super().boundary(values, stages)
 
-    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
+    def inverse_rms(self, step: Step, value: Tensor, eps: float) -> Tensor:
         error = 0.98 * 2.0**-16 * (1.0 if self.runs % 2 else -1.0)
-        return super().inverse_rms(value, eps) * (1.0 + error)
+        return super().inverse_rms(step, value, eps) * (1.0 + error)
 
 
 # --- RUN-2 ----------------------------------------------------------------------------------------
 
 
-@breaks("RUN-2", operations=_WITH_TAIL)
+@breaks("RUN-2", operations=_WITH_BOUNDARY)
 class ResidualUpdatedInPlace(Reference):
     """Adds into the residual, and returns that as hidden."""
 
-    def residual_add(
-        self, value: Tensor, residual: Tensor, scales: tuple[float, float] | None
-    ) -> Tensor:
-        return residual.copy_(super().residual_add(value, residual, scales))
+    def boundary(self, values: Values, stages: Iterable[str] = BOUNDARY.stages) -> Pair:
+        hidden, normalized = super().boundary(values, stages)
+        return values["residual"].copy_(hidden), normalized
 
 
 @breaks("RUN-2")
 class WeightsScaledInPlace(Reference):
     """Leaves the routing weights multiplied by the scale."""
 
-    def finalize(self, rows: Tensor, weights: Tensor, index: Tensor, routed_scale: float) -> Tensor:
-        finalized = super().finalize(rows, weights, index, routed_scale)
-        weights.mul_(routed_scale)
-        return finalized
+    def evaluate(self, stages: Iterable[str], values: Mapping[str, Any]) -> Values:
+        made = super().evaluate(stages, values)
+        if "reduce" in stages and values["weights"] is not None:
+            values["weights"].mul_(values["routed_scale"])
+        return made
 
 
 @breaks("RUN-2")
 class RowsWeightedInPlace(Reference):
     """Leaves the expert rows multiplied by their weights."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
         live = index >= 0
         used = index[live].long()
         rows[used] = (rows[used].float() * self.read_weights(weights)[live, None]).to(rows.dtype)
@@ -126,8 +132,8 @@ class RowsWeightedInPlace(Reference):
 class MapClampedInPlace(Reference):
     """Leaves zeros in the map where -1 was."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
         index.clamp_(min=0)
         return total
 
@@ -136,8 +142,9 @@ class MapClampedInPlace(Reference):
 class SharedUpdatedInPlace(Reference):
     """Adds into the shared part, and returns that."""
 
-    def add_shared(self, scaled: Tensor, shared: Tensor) -> Tensor:
-        return shared.copy_(super().add_shared(scaled, shared))
+    def part(self, values: Values) -> Tensor:
+        part, shared = super().part(values), values["shared_output"]
+        return part if shared is None else shared.copy_(part)
 
 
 @breaks("RUN-2", operations=(CONVERT,))
@@ -156,13 +163,12 @@ class MapShiftedInPlace(Reference):
 class Unwritten(Around):
     """Leaves part of every output as it was before the call; new memory holds NaN."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation == FINALIZE:
-            output = call["output"]
-            before = output.clone() if isinstance(output, Tensor) else None
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        output = call.get("output")
+        if isinstance(output, Tensor):
+            before = output.clone()
             result = compute(call)
-            if before is not None:
-                self.part(output).copy_(self.part(before))
+            self.unwritten(output).copy_(self.unwritten(before))
             return result
         result = compute(call)
         if isinstance(result, Tensor):
@@ -171,10 +177,10 @@ class Unwritten(Around):
 
     def left(self, tensor: Tensor) -> Tensor:
         tensor = tensor.clone()
-        self.part(tensor).fill_(torch.nan)
+        self.unwritten(tensor).fill_(torch.nan)
         return tensor
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def unwritten(self, tensor: Tensor) -> Tensor:
         raise NotImplementedError
 
 
@@ -182,7 +188,7 @@ class Unwritten(Around):
 class LastRowUnwritten(Unwritten):
     """Leaves the last token unwritten."""
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def unwritten(self, tensor: Tensor) -> Tensor:
         return tensor[-1:]
 
 
@@ -190,7 +196,7 @@ class LastRowUnwritten(Unwritten):
 class RowTailUnwritten(Unwritten):
     """Leaves the last eight elements of every row unwritten."""
 
-    def part(self, tensor: Tensor) -> Tensor:
+    def unwritten(self, tensor: Tensor) -> Tensor:
         return tensor[:, -8:]
 
 
@@ -198,8 +204,8 @@ class RowTailUnwritten(Unwritten):
 class NewTensorReturned(Around):
     """Returns a new tensor, and leaves the destination as it was."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation == FINALIZE and call["output"].is_contiguous():
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        if call["output"].is_contiguous():
             call["output"] = call["output"].clone()
         return compute(call)
 
@@ -208,9 +214,8 @@ class NewTensorReturned(Around):
 class CopyReturned(Around):
     """Fills the destination, and returns a copy of it."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        result = compute(call)
-        return result.clone() if operation == FINALIZE else result
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(call).clone()
 
 
 # --- RUN-4 ----------------------------------------------------------------------------------------
@@ -224,22 +229,17 @@ class ReplaysPreviousCall(Around):
     def __init__(self) -> None:
         self.seen: dict[str, tuple[list[weakref.ref[Tensor]], Any, Any]] = {}
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         tensors = [tensor for _, tensor in tensors_in(call)]
         scalars = [value for value in call.values() if not isinstance(value, Tensor)]
         scalars = [value for value in scalars if isinstance(value, (float, str, tuple))]
-        seen = self.seen.get(operation)
+        seen = self.seen.get(name)
         if seen is not None and seen[1] == scalars and _same(seen[0], tensors):
             old = seen[2]
-            if operation == FINALIZE:
-                return call["output"].copy_(old)
-            return mapped(old, Tensor.clone)
+            return call["output"].copy_(old) if "output" in call else mapped(old, Tensor.clone)
         result = compute(call)
-        self.seen[operation] = (
-            [weakref.ref(tensor) for tensor in tensors],
-            scalars,
-            mapped(result, Tensor.clone),
-        )
+        kept = mapped(result, Tensor.clone)
+        self.seen[name] = ([weakref.ref(tensor) for tensor in tensors], scalars, kept)
         return result
 
 

@@ -2,71 +2,66 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moetail.conformance.catalogue.around import Around
-from moetail.conformance.catalogue.mutant import breaks
-from moetail.conformance.catalogue.norms import PostNormNotRounded
+from moetail.conformance.catalogue.change import breaks
 from moetail.reference import Reference
-from moetail.spec import MoEOutput, UnfinalizedMoEOutput, Workspace, tokens_per_rank
+from moetail.spec import Contract, Step, Workspace, tokens_per_rank
 from moetail.spec.rules import ALLREDUCE, FINALIZE, FUSED, GATHER
+
+Values = dict[str, Any]
 
 # --- LIVE-1 ---------------------------------------------------------------------------------------
 
 
-class DeadSlots(Reference):
-    """Does something with the slots past the live ones; a gather's are OWN-2's matter."""
-
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
-        top_k = x.expert_weights.shape[1]
-        trimmed = replace(x, gemm2_permuted=x.gemm2_permuted[: live * top_k])
-        return super().finalize_owned(trimmed, slots, live, routed_scale)
+def _slots(values: Values) -> Tensor:
+    """Rows under the identity map as ``[capacity, K, H]``."""
+    rows: Tensor = values["rows"]
+    return rows.view(-1, values["weights"].shape[1], rows.shape[-1])
 
 
-@breaks("LIVE-1", source="vllm #39593", operations=(FINALIZE, FUSED))
-class DeadSlotsTimesZero(DeadSlots):
+def _with_nan_of(rows: Tensor, dead: Tensor) -> Tensor:
+    """Rows plus the sum of others times zero, column by column."""
+    if not dead.numel():
+        return rows
+    masked = (dead.to(torch.float32) * 0.0).flatten(0, -2).sum(dim=0)
+    return (rows.to(torch.float32) + masked).to(rows.dtype)
+
+
+@breaks("LIVE-1", source="vllm #39593", operations=(FINALIZE, FUSED), shows=True)
+class DeadSlotsTimesZero(Reference):
     """Sums over the whole capacity with dead slots masked by zero: a NaN there reaches all."""
 
-    def finalize_slots(
-        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
-    ) -> Tensor:
-        finalized = super().finalize_slots(slots, weights, live, routed_scale)
-        dead = slots[live:].to(torch.float32)
-        if not dead.numel():
-            return finalized
-        return self.round(finalized.to(torch.float32) + (dead * 0.0).sum(dim=(0, 1)))
+    def live_slots(self, values: Values, live: int) -> Values:
+        made = super().live_slots(values, live)
+        return {**made, "rows": _with_nan_of(made["rows"], _slots(values)[live:])}
 
 
-@breaks("LIVE-1", operations=(FINALIZE, FUSED))
-class LiveSlotsFromTheEnd(DeadSlots):
+@breaks("LIVE-1", operations=(FINALIZE, FUSED), shows=True)
+class LiveSlotsFromTheEnd(Reference):
     """Takes the last slots of the capacity for the live ones."""
 
-    def finalize_slots(
-        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
-    ) -> Tensor:
-        return super().finalize_slots(
-            slots[slots.shape[0] - live :], weights[:live], live, routed_scale
-        )
+    def live_slots(self, values: Values, live: int) -> Values:
+        slots = _slots(values)
+        return super().live_slots({**values, "rows": slots[slots.shape[0] - live :]}, live)
 
 
-@breaks("LIVE-1", operations=(FINALIZE, FUSED))
-class LastSlotReadAhead(DeadSlots):
+@breaks("LIVE-1", operations=(FINALIZE, FUSED), shows=True)
+class LastSlotReadAhead(Reference):
     """Adds the slot after the last live one to that one, times zero: a prefetch gone wrong."""
 
-    def finalize_slots(
-        self, slots: Tensor, weights: Tensor, live: int, routed_scale: float
-    ) -> Tensor:
-        finalized = super().finalize_slots(slots, weights, live, routed_scale)
+    def live_slots(self, values: Values, live: int) -> Values:
+        made, slots = super().live_slots(values, live), _slots(values)
         if 0 < live < slots.shape[0]:
-            ahead = slots[live, 0].to(torch.float32) * 0.0
-            finalized[-1] = self.round(finalized[-1].to(torch.float32) + ahead)
-        return finalized
+            rows = made["rows"].clone()
+            rows[-1] = _with_nan_of(rows[-1], slots[live, :1])
+            made["rows"] = rows
+        return made
 
 
 # --- OWN-1 ----------------------------------------------------------------------------------------
@@ -79,10 +74,8 @@ class Placing(Reference):
         slots = tokens_per_rank(num_tokens, world_size)
         return list(self.owned(num_tokens, world_size, rank))[:slots]
 
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
-        return super().finalize_owned(x, slots, min(live, slots), routed_scale)
+    def finalize_owned(self, values: Values, slots: int, live: int) -> Tensor:
+        return super().finalize_owned(values, slots, min(live, slots))
 
     def gather(
         self, workspace: Workspace, rows: Tensor, num_tokens: int, *, through_hook: bool = False
@@ -97,29 +90,18 @@ class Placing(Reference):
             placed[own] = gathered[rank * slots : rank * slots + len(own)]
         return placed
 
-    def all_reduce(self, partial: Tensor, workspace: Workspace) -> Tensor:
-        return Reference().all_reduce(partial, workspace)
-
     def twoshot(
-        self,
-        finalized: Tensor,
-        residual: Tensor,
-        owned: range,
-        tail: tuple[Any, ...],
-        workspace: Workspace,
+        self, values: Values, finalized: Tensor, owned: range
     ) -> tuple[Tensor, Tensor | None]:
-        num_tokens = residual.shape[0]
-        own = self.placed(num_tokens, workspace.world_size, workspace.rank)
-        own_residual = torch.zeros_like(finalized)
-        own_residual[: len(own)] = residual[own]
-        hidden, normalized = self.boundary(finalized, own_residual, *tail)
-        hidden = self.gather(workspace, hidden, num_tokens)
-        if normalized is not None:
-            normalized = self.gather(workspace, normalized, num_tokens)
-        return hidden, normalized
+        residual, workspace = values["residual"], values["workspace"]
+        own = self.placed(residual.shape[0], workspace.world_size, workspace.rank)
+        # What the owner reads of the residual it reads where its tokens lie.
+        moved = torch.zeros_like(residual)
+        moved[: len(own)] = residual[own]
+        return super().twoshot({**values, "residual": moved}, finalized, range(len(own)))
 
 
-@breaks("OWN-1", source="VeOmni #61")
+@breaks("OWN-1", source="VeOmni #61", shows=True)
 class OwnershipFloor(Placing):
     """Divides rounding down: the last tokens belong to nobody."""
 
@@ -128,7 +110,7 @@ class OwnershipFloor(Placing):
         return range(rank * block, (rank + 1) * block)
 
 
-@breaks("OWN-1")
+@breaks("OWN-1", shows=True)
 class OwnershipRoundRobin(Placing):
     """Deals the tokens to the ranks in turn."""
 
@@ -136,7 +118,7 @@ class OwnershipRoundRobin(Placing):
         return range(rank, num_tokens, world_size)
 
 
-@breaks("OWN-1")
+@breaks("OWN-1", shows=True)
 class OwnershipOffByOne(Placing):
     """Starts every block one token late, and the first token belongs to nobody."""
 
@@ -145,7 +127,7 @@ class OwnershipOffByOne(Placing):
         return range(min(rank * block + 1, num_tokens), min((rank + 1) * block + 1, num_tokens))
 
 
-@breaks("OWN-1")
+@breaks("OWN-1", shows=True)
 class OwnershipBalanced(Placing):
     """Gives the first T mod W ranks one token more than the others, instead of ceil(T / W)."""
 
@@ -155,7 +137,7 @@ class OwnershipBalanced(Placing):
         return range(start, start + block + (rank < more))
 
 
-@breaks("OWN-1")
+@breaks("OWN-1", shows=True)
 class LastBlockDropped(Placing):
     """Takes a rank's block that is not full for padding."""
 
@@ -168,48 +150,37 @@ class LastBlockDropped(Placing):
 # --- OWN-2 ----------------------------------------------------------------------------------------
 
 
-@breaks("OWN-2", also=("LIVE-1",))
+@breaks("OWN-2", also=("LIVE-1",), shows=True)
 class CapacityGathered(Reference):
     """Every rank contributes all its slots, capacity included, which moves the later tokens."""
 
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
-        top_k = x.expert_weights.shape[1]
-        every = min(x.gemm2_permuted.shape[0] // top_k, x.expert_weights.shape[0])
-        return super().finalize_owned(x, every, every, routed_scale)
+    def finalize_owned(self, values: Values, slots: int, live: int) -> Tensor:
+        every = min(_slots(values).shape[0], values["weights"].shape[0])
+        return super().finalize_owned(values, every, every)
 
 
-@breaks("OWN-2")
+@breaks("OWN-2", shows=True)
 class PaddingRowsMasked(Reference):
     """Finalizes padding too, and masks the gathered rows past T by zero: a NaN there spreads."""
 
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
-        return super().finalize_owned(x, slots, slots, routed_scale)
+    def finalize_owned(self, values: Values, slots: int, live: int) -> Tensor:
+        return super().finalize_owned(values, slots, slots)
 
     def gather(
         self, workspace: Workspace, rows: Tensor, num_tokens: int, *, through_hook: bool = False
     ) -> Tensor:
         every = workspace.world_size * rows.shape[0]
         gathered = super().gather(workspace, rows, every, through_hook=through_hook)
-        masked = (gathered[num_tokens:].to(torch.float32) * 0.0).sum(dim=0)
-        return self.round(gathered[:num_tokens].to(torch.float32) + masked)
+        return _with_nan_of(gathered[:num_tokens], gathered[num_tokens:])
 
 
-@breaks("OWN-2")
+@breaks("OWN-2", shows=True)
 class PaddingTimesZero(Reference):
     """Masks the padding of the last ranks by zero: a NaN there reaches the owned tokens."""
 
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
-        finalized = super().finalize_owned(x, slots, live, routed_scale)
-        padding = self.as_slots(x)[live:slots].to(torch.float32)
-        if live and padding.numel():
-            own = finalized[:live].to(torch.float32) + (padding * 0.0).sum(dim=(0, 1))
-            finalized[:live] = self.round(own)
+    def finalize_owned(self, values: Values, slots: int, live: int) -> Tensor:
+        finalized = super().finalize_owned(values, slots, live)
+        finalized[:live] = _with_nan_of(finalized[:live], _slots(values)[live:slots])
         return finalized
 
 
@@ -220,14 +191,8 @@ class PaddingTimesZero(Reference):
 class SumsFromOwnRank(Reference):
     """Every rank starts the sum over ranks with its own part."""
 
-    def all_reduce(self, partial: Tensor, workspace: Workspace) -> Tensor:
-        self.first = workspace.rank
-        return super().all_reduce(partial, workspace)
-
-    first = 0
-
-    def sum_ranks(self, parts: Tensor) -> Tensor:
-        return super().sum_ranks(parts.roll(-self.first, 0))
+    def exchange(self, part: Tensor, workspace: Workspace) -> Tensor:
+        return super().exchange(part, workspace).roll(-workspace.rank, 0)
 
 
 @breaks("OWN-3", operations=(GATHER,))
@@ -237,20 +202,18 @@ class OwnRowsInAnotherOrder(Reference):
     kept = torch.empty(0)
     reverse = False
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         if self.reverse:
             weights, index = weights.flip(1), index.flip(1)
-        return super().reduce(rows, weights, index)
+        return super().weighted_sum(step, rows, weights, index)
 
-    def finalize_owned(
-        self, x: UnfinalizedMoEOutput, slots: int, live: int, routed_scale: float
-    ) -> Tensor:
+    def finalize_owned(self, values: Values, slots: int, live: int) -> Tensor:
         self.reverse = True
         try:
-            self.kept = super().finalize_owned(x, slots, live, routed_scale)[:live]
+            self.kept = super().finalize_owned(values, slots, live)[:live]
         finally:
             self.reverse = False
-        return super().finalize_owned(x, slots, live, routed_scale)
+        return super().finalize_owned(values, slots, live)
 
     def gather(
         self, workspace: Workspace, rows: Tensor, num_tokens: int, *, through_hook: bool = False
@@ -265,61 +228,20 @@ class OwnRowsInAnotherOrder(Reference):
         self.kept = torch.empty(0)
         return super().twoshot(*args, **kwargs)
 
-    def all_reduce(self, partial: Tensor, workspace: Workspace) -> Tensor:
-        return Reference().all_reduce(partial, workspace)
-
 
 @breaks("OWN-3")
-class InverseDependsOnRank(Around):
+class InverseDependsOnRank(Reference):
     """The inverse RMS errs by its permitted 2^-16, up on even ranks and down on odd ones."""
 
-    error = 0.0
+    def contract_of(self, values: Mapping[str, Any]) -> Contract:
+        error = 0.98 * 2.0**-16 * (-1.0 if values["workspace"].rank % 2 else 1.0)
+        return super().contract_of(values).each("inverse_rms", error=error)
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if "workspace" not in call or not hasattr(call["workspace"], "rank"):
-            return compute(call)
-        self.error = 0.98 * 2.0**-16 * (-1.0 if call["workspace"].rank % 2 else 1.0)
-        if operation == GATHER and call["strategy"] is None:
-            call["strategy"] = "oneshot"  # in which every rank runs the boundary
-        try:
-            return compute(call)
-        finally:
-            self.error = 0.0
-
-    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
-        return super().inverse_rms(value, eps) * (1.0 + self.error)
+    def choose_strategy(self, num_tokens: int, workspace: Workspace) -> str:
+        return "oneshot"  # in which every rank runs the boundary
 
 
 # --- OWN-4: strategies ----------------------------------------------------------------------------
-
-
-@breaks("OWN-4", operations=(GATHER,), also=("ROUND-4",))
-class TwoshotNormNotRounded(PostNormNotRounded):
-    """The "twoshot" path keeps the post-norm in FP32 into the residual add; the others round."""
-
-    in_twoshot = False
-
-    def boundary(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        if self.in_twoshot:
-            return super().boundary(*args, **kwargs)
-        return super(PostNormNotRounded, self).boundary(*args, **kwargs)
-
-    def twoshot(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        self.in_twoshot = True
-        try:
-            return super().twoshot(*args, **kwargs)
-        finally:
-            self.in_twoshot = False
-
-
-@breaks("OWN-4", operations=(GATHER,), also=("ROUND-2",))
-class UnfusedGatherForgetsScale(Around):
-    """The "unfused" path does not pass the routed scale on."""
-
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation == GATHER and call["strategy"] == "unfused":
-            call["routed_scale"] = 1.0
-        return compute(call)
 
 
 @breaks("OWN-4", operations=(GATHER,))
@@ -340,9 +262,6 @@ class OneshotCallsHook(Reference):
         self, workspace: Workspace, rows: Tensor, num_tokens: int, *, through_hook: bool = False
     ) -> Tensor:
         return super().gather(workspace, rows, num_tokens, through_hook=True)
-
-    def all_reduce(self, partial: Tensor, workspace: Workspace) -> Tensor:
-        return Reference().all_reduce(partial, workspace)
 
 
 @breaks("OWN-4", operations=(GATHER,))
@@ -413,9 +332,9 @@ class OldRowsAfterAnotherStrategy(Around):
 
     plan = ""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if "workspace" in call:
-            self.plan = f"{operation} {call.get('strategy')}"
+            self.plan = f"{name} {call.get('strategy')}"
         return compute(call)
 
     def gather(
@@ -435,7 +354,7 @@ class WaitsForFirstSize(Around):
     """Waits for as many arrivals as the workspace's first call had: a call of another size never
     ends. Here it is given up at once."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         result = compute(call)
         if "workspace" in call and call["residual"].shape[0]:
             workspace = call["workspace"]
@@ -453,8 +372,8 @@ class WaitsForFirstSize(Around):
 class SignedZeroSum(Reference):
     """Starts a sum with its first product, so that negative zeros stay negative: legal."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
         live = index >= 0
         row = (
             rows[index.clamp(min=0).long()]
@@ -466,13 +385,13 @@ class SignedZeroSum(Reference):
         negative = negative.all(dim=1) & live.any(dim=1, keepdim=True)
         return torch.where(negative, -0.0, total)
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        finalized = super().finalize_moe_output(x)
-        if isinstance(x.routed, Tensor) or x.shared_output is not None:
-            return finalized
+    def part(self, values: Values) -> Tensor:
+        part = super().part(values)
+        if values["map"] is None or values["shared_output"] is not None:
+            return part
         # A token without a local route is sent as positive zeros, whatever the scale's sign.
-        remote = (x.routed.expanded_idx_to_permuted_idx < 0).all(dim=1, keepdim=True)
-        return torch.where(remote, torch.zeros_like(finalized), finalized)
+        remote = (values["map"] < 0).all(dim=1, keepdim=True)
+        return torch.where(remote, torch.zeros_like(part), part)
 
 
 @breaks("RUN-7", source="flashinfer #3053, sglang #38300")

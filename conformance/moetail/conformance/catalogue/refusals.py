@@ -9,22 +9,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from moetail.conformance.catalogue.around import Around, with_rows
-from moetail.conformance.catalogue.mutant import breaks
+from moetail.conformance.catalogue.around import Around, with_rows, with_tensor
+from moetail.conformance.catalogue.change import breaks
 from moetail.reference import BeamAllReduceWorkspace, Reference
-from moetail.spec import checks
-from moetail.spec.rules import (
-    ALLREDUCE,
-    BOUNDARY,
-    FINALIZE,
-    FUSED,
-    GATHER,
-    MOE_OUTPUT,
-    WORKSPACE,
-)
+from moetail.spec import OPERATIONS, checks, operation
+from moetail.spec.rules import ALLREDUCE, FINALIZE, FUSED, GATHER, MOE_OUTPUT, WORKSPACE
 
 _BEAM = (FINALIZE, FUSED, GATHER)
-_TAILS = (BOUNDARY, FUSED, GATHER, ALLREDUCE)
+_TAILS = tuple(item.name for item in OPERATIONS if item.has_boundary)
 
 # --- DOMAIN-1: one bound not checked --------------------------------------------------------------
 
@@ -33,7 +25,7 @@ _TAILS = (BOUNDARY, FUSED, GATHER, ALLREDUCE)
 class OddHiddenAccepted(Around):
     """Takes an H that is no multiple of 256."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         with patch.object(checks, "HIDDEN_MULTIPLE", 1):
             return compute(call)
 
@@ -42,7 +34,7 @@ class OddHiddenAccepted(Around):
 class LargeHiddenAccepted(Around):
     """Takes an H above 8192."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         with patch.object(checks, "MAX_HIDDEN", 1 << 30):
             return compute(call)
 
@@ -51,7 +43,7 @@ class LargeHiddenAccepted(Around):
 class LargeTopKAccepted(Around):
     """Takes more than 32 routes a token."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         with patch.object(checks, "MAX_TOP_K", 1 << 30):
             return compute(call)
 
@@ -59,10 +51,10 @@ class LargeTopKAccepted(Around):
 class Coercing(Around):
     """Makes an illegal argument legal and goes on."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        return compute(self.coerced(operation, call))
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(self.coerced(name, call))
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -70,58 +62,50 @@ class Coercing(Around):
 class LiveBeyondCapacityAccepted(Coercing):
     """Reads on past the capacity's last slot; here from the first again."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if operation not in (FINALIZE, FUSED):
-            return call
-        live = (call["output"] if operation == FINALIZE else call["residual"]).shape[0]
-        rows = call["expert_outputs"] if operation == FINALIZE else call["x"].gemm2_permuted
-        top_k = rows.shape[1] if operation == FINALIZE else call["x"].expert_weights.shape[1]
-        needed = live if operation == FINALIZE else live * top_k
-        if not 0 < rows.shape[0] < needed:
-            return call
-        return with_rows(call, lambda rows: rows[torch.arange(needed) % rows.shape[0]])
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        item = operation(name)
+        needed = item.argument(item.counts).of(call).shape[0]
+        if item.shape("rows")[0] == "slots * K":
+            needed *= item.argument("weights").of(call).shape[1]
+
+        def enough(rows: Tensor) -> Tensor:
+            kept = rows.shape[0]
+            return rows[torch.arange(needed) % kept] if 0 < kept < needed else rows
+
+        return with_tensor(name, call, "rows", enough)
 
 
 @breaks("DOMAIN-1", operations=(FINALIZE, FUSED, MOE_OUTPUT))
 class RowsOfAnyDtype(Coercing):
     """Casts rows of another dtype to BF16."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if operation not in (FINALIZE, FUSED, MOE_OUTPUT):
-            return call
-        return with_rows(call, lambda rows: rows.to(torch.bfloat16))
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        return with_rows(name, call, Tensor.bfloat16)
 
 
 @breaks("DOMAIN-1", operations=(FINALIZE, FUSED))
 class WeightsOfAnyDtype(Coercing):
     """Casts the Beam operations' routing weights to FP32."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if operation == FINALIZE:
-            call["expert_weights"] = call["expert_weights"].to(torch.float32)
-        elif operation == FUSED:
-            weights = call["x"].expert_weights.to(torch.float32)
-            call["x"] = replace(call["x"], expert_weights=weights)
-        return call
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        return with_tensor(name, call, "weights", Tensor.float)
 
 
 @breaks("DOMAIN-1", operations=_TAILS)
 class ResidualOfAnyDtype(Coercing):
     """Casts the residual to BF16."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if operation in _TAILS:
-            call["residual"] = call["residual"].to(torch.bfloat16)
-        return call
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        return with_tensor(name, call, "residual", Tensor.bfloat16)
 
 
 @breaks("DOMAIN-1", operations=(FINALIZE, *_TAILS))
 class NormWeightWithoutEpsAccepted(Coercing):
     """Ignores a norm weight that comes without an eps."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
         for norm in ("post", "next"):
-            if f"{norm}_eps" in call and call[f"{norm}_eps"] is None:
+            if call.get(f"{norm}_eps", 0.0) is None:
                 call[f"{norm}_weight"] = None
         return call
 
@@ -130,9 +114,8 @@ class NormWeightWithoutEpsAccepted(Coercing):
 class UnknownStrategyAccepted(Coercing):
     """Takes an unknown strategy for the default."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        known = checks.LOCAL_STRATEGIES if operation == FUSED else checks.GATHER_STRATEGIES
-        if "strategy" in call and call["strategy"] not in known:
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        if call["strategy"] not in operation(name).strategies:
             call["strategy"] = None
         return call
 
@@ -141,18 +124,16 @@ class UnknownStrategyAccepted(Coercing):
 class UnknownStrategyAcceptedForZeroTokens(UnknownStrategyAccepted):
     """Returns early when there are no tokens, before it has looked at the strategy."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if operation == GATHER and not call["residual"].shape[0]:
-            return super().coerced(operation, call)
-        return call
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        return call if call["residual"].shape[0] else super().coerced(name, call)
 
 
 @breaks("DOMAIN-1", operations=(GATHER, ALLREDUCE))
 class TooManyTokensAccepted(Coercing):
     """Takes more tokens than the workspace has room for."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if "workspace" in call and call["residual"].shape[0] > call["workspace"].max_tokens:
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        if call["residual"].shape[0] > call["workspace"].max_tokens:
             call["workspace"] = replace(call["workspace"], max_tokens=call["residual"].shape[0])
         return call
 
@@ -161,8 +142,8 @@ class TooManyTokensAccepted(Coercing):
 class OtherHiddenAccepted(Coercing):
     """Takes rows of another H than the workspace was made for."""
 
-    def coerced(self, operation: str, call: dict[str, Any]) -> dict[str, Any]:
-        if "workspace" in call and call["residual"].dim() == 2:
+    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+        if call["residual"].dim() == 2:
             width = call["residual"].shape[1]
             if width != call["workspace"].hidden_size:
                 call["workspace"] = replace(call["workspace"], hidden_size=width)
@@ -203,8 +184,8 @@ class WorkspaceNotAgreed(Reference):
 class OutputClearedBeforeChecks(Around):
     """Clears the destination before it checks the arguments."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation == FINALIZE and isinstance(call["output"], Tensor):
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        if isinstance(call["output"], Tensor):
             call["output"].zero_()
         return compute(call)
 
@@ -213,11 +194,11 @@ class OutputClearedBeforeChecks(Around):
 class ResidualScaledBeforeChecks(Around):
     """Doubles the residual in place before it checks, and undoes it only where it goes on."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         try:
             return compute(call)
         except ValueError:
-            residual = call.get("residual")
+            residual = call["residual"]
             if isinstance(residual, Tensor) and residual.is_floating_point():
                 residual.add_(residual + 1)
             raise
@@ -227,13 +208,11 @@ class ResidualScaledBeforeChecks(Around):
 class WeightsClearedBeforeRefusal(Around):
     """Leaves the routing weights cleared where it refuses."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         try:
             return compute(call)
         except ValueError:
-            x = call.get("x")
-            routed = getattr(x, "routed", x)
-            weights = getattr(routed, "expert_weights", routed)
-            if operation != BOUNDARY and isinstance(weights, Tensor):
+            weights = operation(name).argument("weights").of(call)
+            if isinstance(weights, Tensor):
                 weights.zero_()
             raise

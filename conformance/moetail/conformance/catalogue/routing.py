@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.catalogue.around import Around, narrowed, with_rows
-from moetail.conformance.catalogue.mutant import breaks
-from moetail.conformance.catalogue.reduction import Accumulating
+from moetail.conformance.catalogue.around import Around, with_rows
+from moetail.conformance.catalogue.change import breaks
 from moetail.reference import Reference
-from moetail.spec import MoEOutput, UnfinalizedMoEOutput
+from moetail.spec import MoEOutput, Step, UnfinalizedMoEOutput
 from moetail.spec.rules import FINALIZE, FUSED, MOE_OUTPUT
 
 _MOST_ROWS = 1 << 14
@@ -24,20 +23,16 @@ _MOST_ROWS = 1 << 14
 class StridedRowsAccepted(Around):
     """Takes rows of any stride, and makes its own dense copy."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation in (FINALIZE, FUSED, MOE_OUTPUT):
-            call = with_rows(call, lambda rows: rows.contiguous())
-        return compute(call)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(with_rows(name, call, Tensor.contiguous))
 
 
 @breaks("PACK-1", operations=(FINALIZE, FUSED, MOE_OUTPUT))
 class StridedRowsReadAsDense(Around):
     """Reads rows at H apart whatever their stride."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        if operation in (FINALIZE, FUSED, MOE_OUTPUT):
-            call = with_rows(call, self.dense)
-        return compute(call)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(with_rows(name, call, self.dense))
 
     def dense(self, rows: Tensor) -> Tensor:
         if rows.is_contiguous():
@@ -48,71 +43,41 @@ class StridedRowsReadAsDense(Around):
         return rows.as_strided(rows.shape, strides)
 
 
-@breaks("PACK-2", source="flashinfer #3671")
+@breaks("PACK-2", source="flashinfer #3671", shows=True)
 class PaddingForgotten(Reference):
     """Sizes the permuted buffer as T * K rows, so that an index past that wraps."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        routed = x.routed
-        if isinstance(routed, UnfinalizedMoEOutput) and routed.expert_weights.numel():
-            index = routed.expanded_idx_to_permuted_idx
-            wrapped = torch.where(index >= 0, index % routed.expert_weights.numel(), index)
-            x = replace(x, routed=replace(routed, expanded_idx_to_permuted_idx=wrapped))
-        return super().finalize_moe_output(x)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        wrapped = torch.where(index >= 0, index % max(index.numel(), 1), index)
+        return super().weighted_sum(step, rows, weights, wrapped)
 
 
-@breaks("PACK-2", source="vllm #54747, transformers #48205")
+@breaks("PACK-2", source="vllm #54747, transformers #48205", shows=True)
 class PermutationAsMatrix(Reference):
     """Multiplies by a dense [T, rows] matrix of weights: zero times NaN in unreferenced rows."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        routed = x.routed
-        if isinstance(routed, UnfinalizedMoEOutput):
-            index = routed.expanded_idx_to_permuted_idx
-            used = torch.zeros(routed.gemm2_permuted.shape[0], dtype=torch.bool)
-            used[index[index >= 0].long()] = True
-            if len(used) == index.numel():
-                used[:] = True  # a row for each route: no padding, and taken as they lie
-            # Of a huge buffer, which is there to test offsets, only the first rows.
-            near = slice(0, _MOST_ROWS)
-            self.unused = routed.gemm2_permuted[near][~used[near]].to(torch.float32)
-        try:
-            return super().finalize_moe_output(x)
-        finally:
-            self.unused = torch.empty(0)
-
-    unused = torch.empty(0)
-
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
-        return total + (self.unused * 0.0).sum(dim=0) if self.unused.numel() else total
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
+        if rows.shape[0] == index.numel():
+            return total  # a row for each route: no padding, and taken as they lie
+        used = torch.zeros(rows.shape[0], dtype=torch.bool)
+        used[index[index >= 0].long()] = True
+        # Of a huge buffer, which is there to test offsets, only the first rows.
+        near = slice(0, _MOST_ROWS)
+        return total + (rows[near][~used[near]].to(torch.float32) * 0.0).sum(dim=0)
 
 
 @breaks("PACK-2")
 class OrderFromRowCount(Reference):
     """Chooses the order of summation from the padded row count, as an autotuner's tile would."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        routed = x.routed
-        if isinstance(routed, UnfinalizedMoEOutput):
-            top_k = routed.expert_weights.shape[1]
-            seed = torch.Generator().manual_seed(routed.gemm2_permuted.shape[0])
-            order = torch.randperm(top_k, generator=seed)
-            self.order = order
-        try:
-            return super().finalize_moe_output(x)
-        finally:
-            self.order = None
-
-    order: Tensor | None = None
-
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        if self.order is not None:
-            weights, index = weights[:, self.order], index[:, self.order]
-        return super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        seed = torch.Generator().manual_seed(rows.shape[0])
+        order = torch.randperm(index.shape[1], generator=seed)
+        return super().weighted_sum(step, rows, weights[:, order], index[:, order])
 
 
-@breaks("PACK-3", operations=(MOE_OUTPUT,))
+@breaks("PACK-3", operations=(MOE_OUTPUT,), shows=True)
 class RouteMajorReadAsCompact(Reference):
     """Takes route-major rows for compacted: the n-th local route is row n."""
 
@@ -131,71 +96,75 @@ class RouteMajorReadAsCompact(Reference):
 # --- ROUTE-1: -1 contributes nothing --------------------------------------------------------------
 
 
-@breaks("ROUTE-1", source="TransformerEngine #2908")
+@breaks("ROUTE-1", source="TransformerEngine #2908", shows=True)
 class SentinelAsRowZero(Reference):
     """Clamps -1 to row 0."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        return super().reduce(rows, weights, index.clamp(min=0))
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        return super().weighted_sum(step, rows, weights, index.clamp(min=0))
 
 
-@breaks("ROUTE-1", source="flashinfer's own finalize test")
+@breaks("ROUTE-1", source="flashinfer's own finalize test", shows=True)
 class SentinelAsLastRow(Reference):
     """Indexes with -1, which is the last row."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        return super().reduce(rows, weights, torch.where(index < 0, rows.shape[0] - 1, index))
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        return super().weighted_sum(
+            step, rows, weights, torch.where(index < 0, rows.shape[0] - 1, index)
+        )
 
 
-@breaks("ROUTE-1")
+@breaks("ROUTE-1", shows=True)
 class SentinelAsPreviousRoute(Reference):
     """Keeps the row of the route before in a register that -1 does not reload."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         index = index.clone()
         for k in range(1, index.shape[1]):
             index[:, k] = torch.where(index[:, k] < 0, index[:, k - 1], index[:, k])
-        return super().reduce(rows, weights, index)
+        return super().weighted_sum(step, rows, weights, index)
 
 
-@breaks("ROUTE-1", source="vllm #54747, transformers #48205")
+@breaks("ROUTE-1", source="vllm #54747, transformers #48205", shows=True)
 class SentinelTimesZero(Reference):
     """Reads the last row for -1 and multiplies it by a weight of zero: zero times NaN."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         weights = torch.where(index < 0, torch.zeros_like(weights), weights)
-        return super().reduce(rows, weights, torch.where(index < 0, rows.shape[0] - 1, index))
+        return super().weighted_sum(
+            step, rows, weights, torch.where(index < 0, rows.shape[0] - 1, index)
+        )
 
 
-@breaks("ROUTE-1")
+@breaks("ROUTE-1", shows=True)
 class DeadWeightTimesZero(Reference):
     """Multiplies the weight of a -1 route by a row of zeros: a NaN weight survives that."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
         dead = torch.where(index < 0, self.read_weights(weights) * 0.0, 0.0)
         return total + dead.sum(dim=1, keepdim=True)
 
 
-@breaks("ROUTE-1")
+@breaks("ROUTE-1", shows=True)
 class DeadWeightsRedistributed(Reference):
     """Gives the weight of -1 routes to the live ones, so that the sum of weights stays."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         wide, dead = self.read_weights(weights), index < 0
         live_sum = torch.where(dead, 0.0, wide).sum(dim=1, keepdim=True)
         factor = wide.sum(dim=1, keepdim=True) / live_sum
         some = dead.any(dim=1, keepdim=True)
-        return super().reduce(rows, torch.where(some, wide * factor, wide), index)
+        return super().weighted_sum(step, rows, torch.where(some, wide * factor, wide), index)
 
 
-@breaks("ROUTE-1")
+@breaks("ROUTE-1", shows=True)
 class StopsAtSentinel(Reference):
     """Takes -1 for the end of a token's routes."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         ended = (index < 0).cumsum(dim=1) > 0
-        return super().reduce(rows, weights, torch.where(ended, -1, index))
+        return super().weighted_sum(step, rows, weights, torch.where(ended, -1, index))
 
 
 # --- ROUTE-2 --------------------------------------------------------------------------------------
@@ -205,33 +174,25 @@ class StopsAtSentinel(Reference):
 class SumsInRowOrder(Reference):
     """Adds a token's routes in the order of their rows."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         index, order = index.sort(dim=1)
-        return super().reduce(rows, weights.gather(1, order), index)
+        return super().weighted_sum(step, rows, weights.gather(1, order), index)
 
 
 # --- ROUTE-3: the weights' dtype ------------------------------------------------------------------
 
 
-def _dense(weights: Tensor) -> bool:
-    return weights.is_contiguous() and weights.dim() == 2 and weights.device.type != "meta"
-
-
 class RetypedWeights(Reference):
     """Reads the weights of a MoE output in another way."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        routed = x.routed
-        if isinstance(routed, UnfinalizedMoEOutput) and _dense(routed.expert_weights):
-            weights = self.retyped(routed.expert_weights)
-            x = replace(x, routed=replace(routed, expert_weights=weights))
-        return super().finalize_moe_output(x)
+    def read_weights(self, weights: Tensor) -> Tensor:
+        return super().read_weights(self.retyped(weights.contiguous()))
 
     def retyped(self, weights: Tensor) -> Tensor:
         raise NotImplementedError
 
 
-@breaks("ROUTE-3", source="flashinfer #3595, #3644, #3925")
+@breaks("ROUTE-3", source="flashinfer #3595, #3644, #3925", shows=True)
 class Bf16WeightsReadAsFp32(RetypedWeights):
     """Takes BF16 weights for FP32: two to a number, and past the buffer's end the same again."""
 
@@ -243,7 +204,7 @@ class Bf16WeightsReadAsFp32(RetypedWeights):
         return doubled.view(torch.float32).view(weights.shape)
 
 
-@breaks("ROUTE-3")
+@breaks("ROUTE-3", shows=True)
 class Fp32WeightsReadAsBf16(RetypedWeights):
     """Takes FP32 weights for BF16, at every second place: the low half of each."""
 
@@ -253,7 +214,7 @@ class Fp32WeightsReadAsBf16(RetypedWeights):
         return weights.view(torch.bfloat16)[:, ::2].contiguous()
 
 
-@breaks("ROUTE-3")
+@breaks("ROUTE-3", shows=True)
 class Fp16WeightsReadAsBf16(RetypedWeights):
     """Takes the bits of FP16 weights for BF16."""
 
@@ -261,71 +222,56 @@ class Fp16WeightsReadAsBf16(RetypedWeights):
         return weights.view(torch.bfloat16) if weights.dtype is torch.float16 else weights
 
 
-@breaks("ROUTE-3")
-class Fp32WeightsNarrowed(RetypedWeights):
-    """Narrows the FP32 weights of a modular expert to BF16, the activation's dtype."""
-
-    def retyped(self, weights: Tensor) -> Tensor:
-        fp32 = weights.dtype is torch.float32
-        return narrowed(weights, torch.bfloat16) if fp32 else weights
-
-
-@breaks("ROUTE-3")
-class Fp16WeightsNarrowed(RetypedWeights):
-    """Converts FP16 weights to BF16 first, which loses three bits."""
-
-    def retyped(self, weights: Tensor) -> Tensor:
-        return weights.to(torch.bfloat16) if weights.dtype is torch.float16 else weights
-
-
 # --- ROUTE-4, ROUTE-5 -----------------------------------------------------------------------------
 
 
-@breaks("ROUTE-4", also=("RUN-3",))
+@breaks("ROUTE-4", also=("RUN-3",), shows=True)
 class RemoteTokenUnwritten(Reference):
     """Skips a token without a local route, and leaves what its destination held."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        finalized = super().finalize_moe_output(x)
-        if isinstance(x.routed, UnfinalizedMoEOutput):
-            remote = (x.routed.expanded_idx_to_permuted_idx < 0).all(dim=1)
-            finalized[remote] = 1.0
-        return finalized
+    def part(self, values: dict[str, Any]) -> Tensor:
+        part = super().part(values)
+        if values["map"] is not None:
+            part[(values["map"] < 0).all(dim=1)] = 1.0
+        return part
 
 
-@breaks("ROUTE-4")
+@breaks("ROUTE-4", shows=True)
 class RemoteTokenDividesByZero(Reference):
     """Normalizes by the count of local routes and multiplies it back: 0 / 0 where there is none."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
         remote = (index < 0).all(dim=1, keepdim=True)
         return torch.where(remote, torch.nan, total)
 
 
-@breaks("ROUTE-5")
-class NanReplacedByZero(Accumulating):
+@breaks("ROUTE-5", shows=True)
+class NanReplacedByZero(Reference):
     """Replaces a NaN in a row by zero before the sum."""
 
-    def product(self, weight: Tensor, row: Tensor) -> Tensor:
-        return super().product(weight, torch.where(row.isnan(), 0.0, row))
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        live = index >= 0
+        used = rows[index[live].long()].nan_to_num(0.0, torch.inf, -torch.inf)
+        places = torch.where(live, live.flatten().cumsum(0).view_as(index) - 1, -1)
+        return super().weighted_sum(step, used, weights, places)
 
 
-@breaks("ROUTE-5")
+@breaks("ROUTE-5", shows=True)
 class InfinityClamped(Reference):
     """Clamps the sum to the largest finite BF16 number."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         most = torch.finfo(torch.bfloat16).max
-        return super().reduce(rows, weights, index).clamp(-most, most)
+        return super().weighted_sum(step, rows, weights, index).clamp(-most, most)
 
 
-@breaks("ROUTE-5")
+@breaks("ROUTE-5", shows=True)
 class ZeroWeightSkipped(Reference):
     """Skips a live route whose weight is zero, so that its NaN or infinity is lost."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        return super().reduce(rows, weights, torch.where(weights == 0, -1, index))
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        return super().weighted_sum(step, rows, weights, torch.where(weights == 0, -1, index))
 
 
 # --- RUN-6: 32-bit offsets ------------------------------------------------------------------------
@@ -336,11 +282,11 @@ class WrappedOffsets(Reference):
 
     limit = 2**31
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         offset = index.long() * rows.shape[1]
         wrapped = (offset + self.limit) % (2 * self.limit) - self.limit
         row = (wrapped // max(rows.shape[1], 1)) % max(rows.shape[0], 1)
-        return super().reduce(rows, weights, torch.where(index < 0, -1, row))
+        return super().weighted_sum(step, rows, weights, torch.where(index < 0, -1, row))
 
 
 @breaks(

@@ -3,81 +3,32 @@
 A suite is worth as much for what it accepts: every variant obeys the contract, and a suite that
 rejects one is wrong. They take each freedom that the contract gives (the order of sums, FMA, wider
 accumulators, flush-to-zero, the error of the inverse RMS, the strategies, the sign of a zero, the
-exception of a refusal) to its end. Any process loads one as
-``"moetail.conformance.catalogue.variants:reversed_sum"``.
+exception of a refusal) to its end.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moetail.conformance.catalogue.around import Around
+from moetail.conformance.catalogue.change import legal
 from moetail.reference import Reference
-from moetail.spec import ContractError, MoEOutput
-from moetail.spec.rules import ALLREDUCE, BOUNDARY, FINALIZE, FUSED, GATHER, MOE_OUTPUT
+from moetail.spec import OPERATIONS, Contract, ContractError, Rounding, Step
+from moetail.spec.contract import BF16
+from moetail.spec.rules import ALLREDUCE, FUSED, GATHER, MOE_OUTPUT
 
-__all__ = ["VARIANTS", "Variant", "fma", "fp32_sum", "variant"]
+__all__ = ["fma", "fp32_sum"]
 
 TINY = 2.0**-126
 """The smallest normal number of FP32 and of BF16."""
 
-_REDUCING = (FINALIZE, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE)
-_NORMING = (FINALIZE, BOUNDARY, FUSED, GATHER, ALLREDUCE)
-_COMPUTING = (FINALIZE, BOUNDARY, FUSED, GATHER, MOE_OUTPUT, ALLREDUCE)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The reference with one freedom of the contract used otherwise.
-
-    Attributes:
-        id: such as ``"reversed-sum"``.
-        sentence: what it does, in words.
-        operations: the operations whose bits or behaviour it can change.
-        implementation: the class; an instance of it is an implementation of the API.
-    """
-
-    id: str
-    sentence: str
-    operations: tuple[str, ...]
-    implementation: type[Reference]
-
-    @property
-    def attribute(self) -> str:
-        """The name under which this module offers an instance."""
-        return self.id.replace("-", "_")
-
-    @property
-    def name(self) -> str:
-        """The name by which any process loads it."""
-        return f"moetail.conformance.catalogue.variants:{self.attribute}"
-
-
-_CATALOGUE: dict[str, Variant] = {}
-_Implementation = TypeVar("_Implementation", bound=type[Reference])
-
-
-def _legal(*operations: str) -> Callable[[_Implementation], _Implementation]:
-    def register(implementation: _Implementation) -> _Implementation:
-        pattern = r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])"
-        made = Variant(
-            re.sub(pattern, "-", implementation.__name__).lower(),
-            " ".join(inspect.cleandoc(implementation.__doc__ or "").split()),
-            operations,
-            implementation,
-        )
-        _CATALOGUE[made.id] = made
-        return implementation
-
-    return register
+_COMPUTING = tuple(item.name for item in OPERATIONS if item.computes)
+_REDUCING = tuple(item.name for item in OPERATIONS if item.reduces)
+_NORMING = tuple(item.name for item in OPERATIONS if item.takes("post_eps"))
 
 
 # --- exact FP32 arithmetic, vectorized ------------------------------------------------------------
@@ -122,7 +73,7 @@ def fma(weight: Tensor, row: Tensor, total: Tensor) -> Tensor:
 class Terms(Reference):
     """The reduction from the FP32 products ``[T, K, H]``, zero for -1 routes, by ``combined``."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         live = self.live_routes(index)
         wide = torch.where(live, self.read_weights(weights), 0.0)
         picked = torch.zeros((*index.shape, rows.shape[1]), dtype=torch.float32, device=rows.device)
@@ -136,7 +87,7 @@ class Terms(Reference):
         raise NotImplementedError
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class ReversedSum(Terms):
     """Adds the routes from the last to the first."""
 
@@ -144,7 +95,7 @@ class ReversedSum(Terms):
         return functools.reduce(torch.add, reversed(terms))
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class PairwiseSum(Terms):
     """Adds neighbours, then neighbours of the sums, as a tree of warp shuffles does."""
 
@@ -156,7 +107,7 @@ class PairwiseSum(Terms):
         return level[0]
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class HalvesSum(Terms):
     """Adds route k to route k + K/2, the butterfly of a warp."""
 
@@ -169,7 +120,7 @@ class HalvesSum(Terms):
         return level[0]
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class ShuffledSum(Terms):
     """Adds the routes in a random order that K alone decides."""
 
@@ -179,7 +130,7 @@ class ShuffledSum(Terms):
         return functools.reduce(torch.add, shuffled)
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class SmallestFirst(Terms):
     """Adds the smallest magnitude first, for every element on its own."""
 
@@ -189,7 +140,7 @@ class SmallestFirst(Terms):
         return functools.reduce(torch.add, stacked.gather(0, order).unbind(0))
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class LargestFirst(Terms):
     """Adds the largest magnitude first, for every element on its own."""
 
@@ -199,7 +150,7 @@ class LargestFirst(Terms):
         return functools.reduce(torch.add, stacked.gather(0, order).unbind(0))
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class FourAccumulators(Terms):
     """Keeps four running sums, as unrolled code does, and adds them at the end."""
 
@@ -208,7 +159,7 @@ class FourAccumulators(Terms):
         return functools.reduce(torch.add, parts)
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class FusedMultiplyAdd(Terms):
     """Adds by FMA: no product is rounded."""
 
@@ -219,7 +170,7 @@ class FusedMultiplyAdd(Terms):
         return total
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class FmaFromTheEnd(Terms):
     """Rounds the last product, and adds the others to it by FMA, backwards."""
 
@@ -230,7 +181,7 @@ class FmaFromTheEnd(Terms):
         return total
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class DoubleAccumulator(Terms):
     """Accumulates in FP64, and rounds to FP32 once before the rounding to BF16."""
 
@@ -238,7 +189,7 @@ class DoubleAccumulator(Terms):
         return (weights.double()[..., None] * rows.double()).sum(dim=1).to(torch.float32)
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class CompensatedSum(Terms):
     """Carries the error of every addition along, and adds it at the end (Neumaier's sum)."""
 
@@ -258,115 +209,113 @@ class CompensatedSum(Terms):
 
 
 def _flushed(value: Tensor) -> Tensor:
+    """In FP32."""
+    value = value.to(torch.float32)
     return torch.where(value.abs() < TINY, torch.copysign(torch.zeros_like(value), value), value)
 
 
-@_legal(*_COMPUTING)
+@legal(*_COMPUTING)
 class FlushToZero(Reference):
     """Reads subnormals as zero and writes zero for them, as code built with -ftz does."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
         live = self.live_routes(index)
         wide = _flushed(self.read_weights(weights))
         total = torch.zeros((index.shape[0], rows.shape[1]), device=rows.device)
         for k in range(index.shape[1]):
             tokens = live[:, k].nonzero().squeeze(1)
-            routed = _flushed(rows[index[tokens, k].long()].to(torch.float32))
+            routed = _flushed(rows[index[tokens, k].long()])
             product = _flushed(wide[tokens, k, None] * routed)
             total[tokens] = _flushed(total[tokens] + product)
         return total
 
-    def round(self, value: Tensor) -> Tensor:
-        return super().round(_flushed(value.to(torch.float32)))
+    def round(self, value: Tensor, rounding: Rounding = BF16) -> Tensor:
+        return super().round(_flushed(value), rounding)
 
-    def multiply(self, value: Tensor, factor: float) -> Tensor:
-        return _flushed(super().multiply(_flushed(value.to(torch.float32)), factor))
+    def multiply(self, step: Step, value: Tensor, factor: float) -> Tensor:
+        return _flushed(super().multiply(step, _flushed(value), factor))
 
-    def mean_square(self, value: Tensor) -> Tensor:
-        return super().mean_square(_flushed(value.to(torch.float32)))
+    def mean_square(self, step: Step, value: Tensor) -> Tensor:
+        return super().mean_square(step, _flushed(value))
 
-    def rms_norm(self, value: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        wide = None if weight is None else _flushed(weight.to(torch.float32))
-        return super().rms_norm(_flushed(value.to(torch.float32)), wide, eps)
+    def affine(self, step: Step, value: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
+        weight = None if weight is None else _flushed(weight)
+        return super().affine(step, _flushed(value), inverse, weight)
 
 
-@_legal(*_COMPUTING)
+@legal(*_COMPUTING)
 class ZeroSignsFlipped(Reference):
     """Gives every rounded zero the other sign."""
 
-    def round(self, value: Tensor) -> Tensor:
-        rounded = super().round(value)
+    def round(self, value: Tensor, rounding: Rounding = BF16) -> Tensor:
+        rounded = super().round(value, rounding)
         return torch.where(rounded == 0, -rounded, rounded)
 
 
-@_legal(*_REDUCING)
+@legal(*_REDUCING)
 class NegativeZeroStart(Reference):
     """Starts every sum from -0.0, the neutral element, so that negative zeros stay."""
 
-    def reduce(self, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
-        total = super().reduce(rows, weights, index)
+    def weighted_sum(self, step: Step, rows: Tensor, weights: Tensor, index: Tensor) -> Tensor:
+        total = super().weighted_sum(step, rows, weights, index)
         return torch.where(total == 0, torch.full_like(total, -0.0), total)
 
 
 # --- norms ----------------------------------------------------------------------------------------
 
 
-@_legal(*_NORMING)
-class InverseAtTheUpperBound(Reference):
+@legal(*_NORMING)
+def inverse_at_the_upper_bound(contract: Contract) -> Contract:
     """An inverse RMS too large by just under the permitted 2^-16."""
-
-    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
-        return super().inverse_rms(value, eps) * (1.0 + 0.98 * 2.0**-16)
+    return contract.each("inverse_rms", error=0.98 * 2.0**-16)
 
 
-@_legal(*_NORMING)
-class InverseAtTheLowerBound(Reference):
+@legal(*_NORMING)
+def inverse_at_the_lower_bound(contract: Contract) -> Contract:
     """An inverse RMS too small by just under the permitted 2^-16."""
-
-    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
-        return super().inverse_rms(value, eps) * (1.0 - 0.98 * 2.0**-16)
+    return contract.each("inverse_rms", error=-0.98 * 2.0**-16)
 
 
-@_legal(*_NORMING)
+@legal(*_NORMING)
 class InverseInDouble(Reference):
     """Mean, root and reciprocal in FP64, the result rounded to FP32."""
 
-    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
+    def inverse_rms(self, step: Step, value: Tensor, eps: float) -> Tensor:
         mean = value.double().square().mean(dim=-1, keepdim=True)
         eps32 = float(torch.tensor(eps, dtype=torch.float32))
         return (1.0 / torch.sqrt(mean + eps32)).to(torch.float32)
 
 
-@_legal(*_NORMING)
+@legal(*_NORMING)
 class InverseByNewton(Reference):
     """The reciprocal root from a guess by its exponent and four Newton steps, without a root."""
 
-    def inverse_rms(self, value: Tensor, eps: float) -> Tensor:
-        mean = self.mean_square(value) + eps
+    def inverse_rms(self, step: Step, value: Tensor, eps: float) -> Tensor:
+        mean = self.mean_square(step, value) + eps
         guess = (0x5F3759DF - (mean.view(torch.int32) >> 1)).view(torch.float32)
         for _ in range(4):
             guess = guess * (1.5 - 0.5 * mean * guess * guess)
         ordinary = (mean > TINY) & (mean < 1.0 / TINY)
-        return torch.where(ordinary, guess, super().inverse_rms(value, eps))
+        return torch.where(ordinary, guess, super().inverse_rms(step, value, eps))
 
 
-@_legal(*_NORMING)
+@legal(*_NORMING)
 class MeanBlockByBlock(Reference):
     """Sums the squares, each divided by H first, one after the other in blocks of 64, and then the
     blocks: over all of H one after the other may err by more than the permitted 2^-16."""
 
-    def mean_square(self, value: Tensor) -> Tensor:
+    def mean_square(self, step: Step, value: Tensor) -> Tensor:
         share = value.to(torch.float32).square() / value.shape[-1]
         padded = torch.nn.functional.pad(share, (0, -share.shape[-1] % 64))
         blocks = padded.view(*share.shape[:-1], -1, 64).cumsum(dim=-1)[..., -1]
         return blocks.cumsum(dim=-1)[..., -1:]
 
 
-@_legal(*_NORMING)
+@legal(*_NORMING)
 class MeanByLanes(Reference):
     """Sums the squares in 32 lanes, then over the lanes, backwards."""
 
-    def mean_square(self, value: Tensor) -> Tensor:
+    def mean_square(self, step: Step, value: Tensor) -> Tensor:
         squares = value.to(torch.float32).square()
         width = squares.shape[-1]
         padded = torch.nn.functional.pad(squares, (0, -width % 32))
@@ -374,144 +323,119 @@ class MeanByLanes(Reference):
         return lanes.flip(-1).sum(dim=-1, keepdim=True) / width
 
 
-@_legal(*_NORMING)
+@legal(*_NORMING)
 class AffineTimesInverseFirst(Reference):
     """Computes s * (inv * w)."""
 
-    def rms_norm(self, value: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-        factor = self.inverse_rms(value, eps)
-        if weight is not None:
-            factor = factor * weight.to(torch.float32)
-        return self.round(value.to(torch.float32) * factor)
+    def affine(self, step: Step, value: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
+        factor = inverse if weight is None else inverse * weight.to(torch.float32)
+        return value.to(torch.float32) * factor
 
 
-@_legal(*_NORMING)
+@legal(*_NORMING)
 class AffineTimesValueFirst(Reference):
     """Computes (s * w) * inv."""
 
-    def rms_norm(self, value: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    def affine(self, step: Step, value: Tensor, inverse: Tensor, weight: Tensor | None) -> Tensor:
         product = value.to(torch.float32)
         if weight is not None:
             product = product * weight.to(torch.float32)
-        return self.round(product * self.inverse_rms(value, eps))
+        return product * inverse
 
 
 # --- strategies, ranks and results ----------------------------------------------------------------
 
 
 class Forced(Around):
-    """Runs one strategy whatever was asked; every strategy gives what the contract says."""
+    """Runs one strategy for another; both give what the contract says."""
 
-    forced = ("", "")
+    asked, forced = "", ""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
-        known = {FUSED: ("fused", "unfused"), GATHER: ("oneshot", "twoshot")}
-        if operation == self.forced[0] and call["strategy"] in known[operation]:
-            call["strategy"] = self.forced[1]
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        if call["strategy"] == self.asked:
+            call["strategy"] = self.forced
         return compute(call)
 
 
-@_legal(FUSED)
+@legal(FUSED)
 class AlwaysUnfused(Forced):
     """Runs the one-rank operation in two steps also where "fused" is asked."""
 
-    forced = (FUSED, "unfused")
+    asked, forced = "fused", "unfused"
 
 
-@_legal(FUSED)
+@legal(FUSED)
 class AlwaysFused(Forced):
     """Runs the one-rank operation in one step also where "unfused" is asked."""
 
-    forced = (FUSED, "fused")
+    asked, forced = "unfused", "fused"
 
 
-@_legal(GATHER)
+@legal(GATHER)
 class AlwaysOneshot(Forced):
     """Gathers finalized rows also where "twoshot" is asked."""
 
-    forced = (GATHER, "oneshot")
+    asked, forced = "twoshot", "oneshot"
 
 
-@_legal(GATHER)
+@legal(GATHER)
 class AlwaysTwoshot(Forced):
     """Lets the owner run the boundary also where "oneshot" is asked."""
 
-    forced = (GATHER, "twoshot")
+    asked, forced = "oneshot", "twoshot"
 
 
-@_legal(ALLREDUCE)
+@legal(ALLREDUCE)
 class RanksFromTheLast(Reference):
     """Sums over ranks from the last to the first, on every rank alike."""
 
-    def sum_ranks(self, parts: Tensor) -> Tensor:
-        return super().sum_ranks(parts.flip(0))
+    def sum_ranks(self, step: Step, part: Tensor) -> Tensor:
+        return super().sum_ranks(step, part.flip(0))
 
 
-@_legal(ALLREDUCE)
+@legal(ALLREDUCE)
 class RanksInDouble(Reference):
     """Sums over ranks in FP64, and rounds to FP32 once before the rounding to BF16."""
 
-    def sum_ranks(self, parts: Tensor) -> Tensor:
-        return self.round(parts.double().sum(dim=0).to(torch.float32))
+    def sum_ranks(self, step: Step, part: Tensor) -> Tensor:
+        return part.double().sum(dim=0).to(torch.float32)
 
 
-@_legal(MOE_OUTPUT)
+@legal(MOE_OUTPUT)
 class FinalizedIsCopied(Reference):
     """Returns a tensor of its own also where there is nothing to finalize."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        return super().finalize_moe_output(x).clone()
+    def part(self, values: dict[str, Any]) -> Tensor:
+        return super().part(values).clone()
 
 
-@_legal(MOE_OUTPUT)
+@legal(MOE_OUTPUT)
 class FinalizedIsPassedOn(Reference):
     """Returns the given tensor itself where there is nothing to finalize."""
 
-    def finalize_moe_output(self, x: MoEOutput) -> Tensor:
-        finalized = super().finalize_moe_output(x)
-        untouched = x.shared_output is None and x.routed_scaling_factor == 1.0
-        return x.routed if isinstance(x.routed, Tensor) and untouched else finalized
+    def part(self, values: dict[str, Any]) -> Tensor:
+        changed = values["shared_output"] is not None or values["routed_scale"] != 1.0
+        finalized: Tensor = values["rows"]
+        return super().part(values) if changed or values["map"] is not None else finalized
 
 
-@_legal(*_COMPUTING)
+@legal(*_COMPUTING)
 class RefusesByAssertion(Around):
     """Refuses with an AssertionError, as a kernel's launcher does."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         try:
             return compute(call)
         except ContractError as error:
             raise AssertionError(str(error)) from None
 
 
-@_legal(*_COMPUTING)
+@legal(*_COMPUTING)
 class RefusesByTypeError(Around):
     """Refuses with a TypeError, as a binding does whose signature does not match."""
 
-    def around(self, operation: str, call: dict[str, Any], compute: Any) -> Any:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         try:
             return compute(call)
         except ContractError as error:
             raise TypeError(str(error)) from None
-
-
-VARIANTS: tuple[Variant, ...] = tuple(_CATALOGUE.values())
-
-
-def variant(variant_id: str) -> Variant:
-    """The variant of that id; a KeyError that lists the ids where there is none."""
-    if variant_id not in _CATALOGUE:
-        raise KeyError(f"no variant {variant_id!r}; there are {', '.join(sorted(_CATALOGUE))}")
-    return _CATALOGUE[variant_id]
-
-
-@functools.cache
-def _instance(variant_id: str) -> Reference:
-    return variant(variant_id).implementation()
-
-
-def __getattr__(name: str) -> Reference:
-    variant_id = name.replace("_", "-")
-    if variant_id not in _CATALOGUE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return _instance(variant_id)

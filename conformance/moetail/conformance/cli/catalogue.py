@@ -41,8 +41,7 @@ def mutants(
 
     Exit code: 0 where every mutant was killed by its rule first and every variant accepted, else 1.
     """
-    from moetail.conformance.catalogue import MUTANTS
-    from moetail.conformance.catalogue.variants import VARIANTS
+    from moetail.conformance.catalogue import MUTANTS, VARIANTS
     from moetail.conformance.report import markdown
     from moetail.conformance.run.options import make_plan
     from moetail.conformance.run.results import environment

@@ -6,34 +6,30 @@ operation with options has a Definition for each of two forms: the usual one, an
 "sandwich" (post-norm, scales of the residual add, next norm). Operations of several ranks take all
 ranks' arguments stacked, and give what every rank ends with.
 
-The reference code is not written here: it is the text of those stages of
-:class:`moetail.reference.Stages` that ``run`` uses, and of the ``_run_*`` functions below.
+The reference code is generated from the contract's steps.
 
 FlashInfer-Bench compares with a tolerance, which passes the rounding mistakes that this project is
-about (see the criteria that ``moetail criteria`` compares). A Definition says what a kernel takes
-and gives; whether it conforms is for ``moetail check``.
+about (see the criteria that ``moetail mutants --compare`` compares). A Definition says what a
+kernel takes and gives; whether it conforms is for ``moetail check``.
 """
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from moetail.conformance.cases import MODELS, Case
+from moetail.conformance.export.source import torch_code
 from moetail.conformance.implementation import UsageError
-from moetail.reference.stages import Stages
-from moetail.spec import operation, owned_tokens, tokens_per_rank
+from moetail.spec import Operation, operation
 from moetail.spec.rules import (
     ALLREDUCE,
     BOUNDARY,
@@ -80,140 +76,6 @@ _BF16, _FP32, _INT32 = "bfloat16", "float32", "int32"
 _SCALAR: Spec = (None, _FP32)
 
 
-# --- reference code -------------------------------------------------------------------------------
-# What follows is written into the Definitions, so it uses nothing but torch and Stages.
-
-
-def _run_convert(gemm2: Tensor, weights: Tensor, index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return gemm2, weights, index
-
-
-def _run_route_major(
-    routes: Tensor, topk_weights: Tensor, topk_ids: Tensor, expert_map: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    index = torch.arange(topk_ids.numel(), dtype=torch.int32, device=routes.device)
-    local = (topk_ids >= 0) & (expert_map[topk_ids.long().clamp(min=0)] >= 0)
-    return routes, topk_weights, torch.where(local, index.view(topk_ids.shape), -1)
-
-
-def _run_finalize(
-    expert_outputs: Tensor,
-    expert_weights: Tensor,
-    routed_scale: float,
-    post_weight: Tensor | None = None,
-    post_eps: float | None = None,
-) -> Tensor:
-    stages = Stages()
-    live, top_k = expert_weights.shape
-    rows = expert_outputs[:live].flatten(0, 1)
-    identity = torch.arange(live * top_k, device=rows.device).view(live, top_k)
-    scaled = stages.finalize(rows, expert_weights, identity, routed_scale)
-    return stages.post_norm(scaled, post_weight, post_eps)
-
-
-def _run_boundary(
-    x: Tensor,
-    residual: Tensor,
-    next_weight: Tensor,
-    next_eps: float,
-    post_weight: Tensor | None = None,
-    post_eps: float | None = None,
-    x_scale: float | None = None,
-    r_scale: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    scales = None if x_scale is None or r_scale is None else (x_scale, r_scale)
-    return Stages().boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
-
-
-def _run_fused(
-    expert_outputs: Tensor,
-    expert_weights: Tensor,
-    routed_scale: float,
-    residual: Tensor,
-    next_weight: Tensor,
-    next_eps: float,
-    post_weight: Tensor | None = None,
-    post_eps: float | None = None,
-    x_scale: float | None = None,
-    r_scale: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    stages = Stages()
-    live, top_k = expert_weights.shape
-    rows = expert_outputs[:live].flatten(0, 1)
-    identity = torch.arange(live * top_k, device=rows.device).view(live, top_k)
-    x = stages.finalize(rows, expert_weights, identity, routed_scale)
-    scales = None if x_scale is None or r_scale is None else (x_scale, r_scale)
-    return stages.boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
-
-
-def _run_gather(
-    expert_outputs: Tensor,
-    expert_weights: Tensor,
-    routed_scale: float,
-    residual: Tensor,
-    next_weight: Tensor,
-    next_eps: float,
-    post_weight: Tensor | None = None,
-    post_eps: float | None = None,
-    x_scale: float | None = None,
-    r_scale: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    stages = Stages()
-    num_tokens, world_size = residual.shape[0], expert_outputs.shape[0]
-    parts = []
-    for rank in range(world_size):
-        live, top_k = len(stages.owned(num_tokens, world_size, rank)), expert_weights.shape[2]
-        rows = expert_outputs[rank, :live].flatten(0, 1)
-        identity = torch.arange(live * top_k, device=rows.device).view(live, top_k)
-        parts.append(stages.finalize(rows, expert_weights[rank, :live], identity, routed_scale))
-    x = torch.cat(parts)
-    scales = None if x_scale is None or r_scale is None else (x_scale, r_scale)
-    return stages.boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
-
-
-def _run_moe_output(
-    gemm2_permuted: Tensor,
-    expert_weights: Tensor,
-    expanded_idx_to_permuted_idx: Tensor,
-    routed_scaling_factor: float,
-    shared_output: Tensor | None = None,
-) -> Tensor:
-    stages = Stages()
-    scaled = stages.finalize(
-        gemm2_permuted, expert_weights, expanded_idx_to_permuted_idx, routed_scaling_factor
-    )
-    return scaled if shared_output is None else stages.add_shared(scaled, shared_output)
-
-
-def _run_allreduce(
-    gemm2_permuted: Tensor,
-    expert_weights: Tensor,
-    expanded_idx_to_permuted_idx: Tensor,
-    shared_output: Tensor,
-    routed_scaling_factor: float,
-    residual: Tensor,
-    next_weight: Tensor,
-    next_eps: float,
-    post_weight: Tensor | None = None,
-    post_eps: float | None = None,
-    x_scale: float | None = None,
-    r_scale: float | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    stages = Stages()
-    parts = []
-    for rank in range(gemm2_permuted.shape[0]):
-        scaled = stages.finalize(
-            gemm2_permuted[rank],
-            expert_weights[rank],
-            expanded_idx_to_permuted_idx[rank],
-            routed_scaling_factor,
-        )
-        parts.append(stages.add_shared(scaled, shared_output[rank]))
-    x = stages.sum_ranks(torch.stack(parts))
-    scales = None if x_scale is None or r_scale is None else (x_scale, r_scale)
-    return stages.boundary(x, residual, post_weight, post_eps, next_weight, next_eps, scales)
-
-
 # --- interfaces -----------------------------------------------------------------------------------
 
 
@@ -224,7 +86,7 @@ class Form:
     Attributes:
         operation: of the contract.
         suffix: of the Definition's name, "" for the usual form.
-        run: the function that becomes ``run``.
+        code: the statements of ``run``, of an operation that does not compute.
         inputs, outputs: shape by axes (None for a number) and dtype, by name, in order.
         options: of the cases that its workloads are made from.
         constraints: between axes.
@@ -232,11 +94,11 @@ class Form:
 
     operation: str
     suffix: str
-    run: Callable[..., Any]
     inputs: Mapping[str, Spec]
     outputs: Mapping[str, Spec]
     options: Mapping[str, Any]
     constraints: tuple[str, ...] = ()
+    code: tuple[str, ...] = ()
 
     def name(self, top_k: int, hidden: int) -> str:
         """The Definition's name."""
@@ -279,7 +141,6 @@ def _by_rank(
 
 def _boundary_forms(
     name: str,
-    run: Callable[..., Any],
     before: Mapping[str, Spec],
     options: Mapping[str, Any],
     constraints: tuple[str, ...] = (),
@@ -294,7 +155,7 @@ def _boundary_forms(
     )
     for suffix, tail, more in tails:
         inputs = {**before, **tail}
-        yield Form(name, suffix, run, inputs, _PAIR, {**options, **more}, constraints)
+        yield Form(name, suffix, inputs, _PAIR, {**options, **more}, constraints)
 
 
 def _forms() -> Iterator[Form]:
@@ -303,7 +164,7 @@ def _forms() -> Iterator[Form]:
         "weights": _ROUTES["expert_weights"],
         "index": _ROUTES["expanded_idx_to_permuted_idx"],
     }
-    yield Form(CONVERT, "", _run_convert, views, _ROUTES, {})
+    yield Form(CONVERT, "", views, _ROUTES, {}, code=("return gemm2, weights, index",))
     routes: dict[str, Spec] = {
         "routes": (("num_routes", _H), _BF16),
         "topk_weights": ((_T, _K), _FP32),
@@ -312,31 +173,36 @@ def _forms() -> Iterator[Form]:
     }
     made = {**_ROUTES, "gemm2_permuted": routes["routes"]}
     constraints = (f"num_routes == {_T} * {_K}",)
-    yield Form(ROUTE_MAJOR, "", _run_route_major, routes, made, {"local": 0.5}, constraints)
+    code = (
+        "index = torch.arange(topk_ids.numel(), dtype=torch.int32, device=routes.device)",
+        "local = (topk_ids >= 0) & (expert_map[topk_ids.long().clamp(min=0)] >= 0)",
+        "return routes, topk_weights, torch.where(local, index.view(topk_ids.shape), -1)",
+    )
+    yield Form(ROUTE_MAJOR, "", routes, made, {"local": 0.5}, constraints, code)
 
     scaled = {"capacity": 1, "routed_scale": 2.5}
-    yield Form(FINALIZE, "", _run_finalize, _CAPACITY, _OUTPUT, scaled, _ENOUGH)
+    yield Form(FINALIZE, "", _CAPACITY, _OUTPUT, scaled, _ENOUGH)
     normed = {**scaled, "post": "affine"}
     inputs = {**_CAPACITY, **_POST}
-    yield Form(FINALIZE, "_post_norm", _run_finalize, inputs, _OUTPUT, normed, _ENOUGH)
+    yield Form(FINALIZE, "_post_norm", inputs, _OUTPUT, normed, _ENOUGH)
 
-    yield from _boundary_forms(BOUNDARY, _run_boundary, {"x": ((_T, _H), _BF16)}, {})
-    yield from _boundary_forms(FUSED, _run_fused, _CAPACITY, scaled, _ENOUGH)
+    yield from _boundary_forms(BOUNDARY, {"x": ((_T, _H), _BF16)}, {})
+    yield from _boundary_forms(FUSED, _CAPACITY, scaled, _ENOUGH)
     slots = _by_rank(_CAPACITY, {_T: _SLOTS})
     constraints = (f"{_SLOTS} * {_W} >= {_T}",)
     options = {**scaled, "ranks": 3}
-    yield from _boundary_forms(GATHER, _run_gather, slots, options, constraints)
+    yield from _boundary_forms(GATHER, slots, options, constraints)
 
     factor: dict[str, Spec] = {"routed_scaling_factor": _SCALAR}
     shared: dict[str, Spec] = {"shared_output": ((_T, _H), _BF16)}
     options = {"routed_scale": 2.5, "local": 0.5}
-    yield Form(MOE_OUTPUT, "", _run_moe_output, {**_ROUTES, **factor}, _OUTPUT, options)
+    yield Form(MOE_OUTPUT, "", {**_ROUTES, **factor}, _OUTPUT, options)
     inputs = {**_ROUTES, **factor, **shared}
     options = {**options, "shared": True}
-    yield Form(MOE_OUTPUT, "_shared", _run_moe_output, inputs, _OUTPUT, options)
+    yield Form(MOE_OUTPUT, "_shared", inputs, _OUTPUT, options)
     before = {**_by_rank({**_ROUTES, **shared}), **factor}
     options = {"routed_scale": 2.5, "ranks": 3, "shared": True}
-    yield from _boundary_forms(ALLREDUCE, _run_allreduce, before, options)
+    yield from _boundary_forms(ALLREDUCE, before, options)
 
 
 FORMS: tuple[Form, ...] = tuple(_forms())
@@ -380,62 +246,33 @@ def _tensors(specs: Mapping[str, Spec]) -> dict[str, Any]:
     }
 
 
-_CONTRACT_ERROR = '''class ContractError(ValueError):
-    """An argument is outside the contract."""
-'''
+# What steps call the inputs that have other names here.
+_ROLES = {
+    "x": "rows",
+    "expert_outputs": "rows",
+    "gemm2_permuted": "rows",
+    "expert_weights": "weights",
+    "expanded_idx_to_permuted_idx": "map",
+    "routed_scaling_factor": "routed_scale",
+}
 
 
 def reference_code(form: Form) -> str:
-    """Python that needs torch alone, with a function ``run``: only the stages that it uses.
+    """Python that needs torch alone, with a function ``run`` from the contract's steps.
 
     Annotations are evaluated, and ``run`` has exactly the form's inputs, since FlashInfer-Bench
     looks at both.
     """
-    run = _run_code(form)
-    used = _stages_used(run)
-    parts = ["import torch\nfrom torch import Tensor\n"]
-    if "owned" in used:
-        ownership = [inspect.getsource(item) for item in (tokens_per_rank, owned_tokens)]
-        parts += [_CONTRACT_ERROR, *ownership]
-    if used:
-        methods = [inspect.getsource(item) for name, item in vars(Stages).items() if name in used]
-        doc = '    """The arithmetic of the contract, one small function a stage."""\n'
-        parts.append("class Stages:\n" + "\n".join([doc, *methods]))
-    return "\n\n".join([*parts, run])
-
-
-def _run_code(form: Form) -> str:
-    """The function as ``run`` of the form's inputs; options that it has not are None."""
-    text = inspect.getsource(form.run)
-    (function,) = ast.parse(text).body
-    assert isinstance(function, ast.FunctionDef)
-    body = text.splitlines()[function.body[0].lineno - 1 :]
-    missing = [one.arg for one in function.args.args if one.arg not in form.inputs]
-    if missing:
-        body.insert(0, f"    {' = '.join(missing)} = None")
     parameters = [
         f"    {name}: {'float' if shape is None else 'Tensor'},"
         for name, (shape, _) in form.inputs.items()
     ]
+    arguments = {_ROLES.get(name, name): name for name in form.inputs}
+    code = form.code or torch_code(operation(form.operation), arguments)
     made = ", ".join(["Tensor"] * len(form.outputs))
     result = made if len(form.outputs) == 1 else f"tuple[{made}]"
-    return "\n".join(["def run(", *parameters, f") -> {result}:", *body]) + "\n"
-
-
-def _stages_used(text: str) -> set[str]:
-    """Names of the stages that the code calls, and of those that they call."""
-    used: set[str] = set()
-    todo = [text]
-    while todo:
-        for node in ast.walk(ast.parse(textwrap.dedent(todo.pop()))):
-            if isinstance(node, ast.Attribute) and node.attr in vars(Stages):
-                owner = node.value
-                ours = isinstance(owner, ast.Name) and owner.id in ("self", "stages")
-                ours |= isinstance(owner, ast.Call) and ast.unparse(owner) == "Stages()"
-                if ours and node.attr not in used:
-                    used.add(node.attr)
-                    todo.append(inspect.getsource(getattr(Stages, node.attr)))
-    return used
+    head = ["import torch", "from torch import Tensor", "", "", "def run(", *parameters]
+    return "\n".join([*head, f") -> {result}:", *(f"    {line}" for line in code)]) + "\n"
 
 
 # --- workloads ------------------------------------------------------------------------------------
@@ -450,51 +287,38 @@ def case_of(form: Form, *, tokens: int, top_k: int, hidden: int, **options: Any)
 
 def values_of(form: Form, calls: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The form's inputs, in order, from the arguments of each rank's call."""
-    call = calls[0]
-    values: dict[str, Any] = dict(call)
-    if call.get("scales") is not None:
-        values["x_scale"], values["r_scale"] = call["scales"]
-    if form.operation == CONVERT:
-        values.update(zip(("gemm2", "weights", "index"), call["flashinfer_output"], strict=True))
-    elif form.operation == ROUTE_MAJOR:
-        values["routes"] = call["routes"].reshape(-1, call["routes"].shape[-1])
-    elif form.operation == FINALIZE:
-        values["expert_weights"] = call["expert_weights"][: call["output"].shape[0]]
-    elif form.operation == FUSED:
-        values["expert_outputs"] = _slots(call["x"])
-        values["expert_weights"] = call["x"].expert_weights[: call["residual"].shape[0]]
-    elif form.operation == GATHER:
-        values["expert_outputs"] = torch.stack([_slots(one["x"]) for one in calls])
-        values["expert_weights"] = torch.stack([one["x"].expert_weights for one in calls])
-    elif form.operation in (MOE_OUTPUT, ALLREDUCE):
-        values.update(_outputs(form, [one["x"] for one in calls]))
-    return {name: values[name] for name in form.inputs}
+    item = operation(form.operation)
+    by_rank = [_inputs(form, item, call) if item.computes else _parts(call) for call in calls]
+    return {
+        name: _stacked([values[name] for values in by_rank])
+        if shape is not None and shape[0] == _W
+        else by_rank[0][name]
+        for name, (shape, _) in form.inputs.items()
+    }
 
 
-def _slots(x: Any) -> Tensor:
-    rows: Tensor = x.gemm2_permuted
-    return rows.view(-1, x.expert_weights.shape[1], rows.shape[1])
+def _inputs(form: Form, item: Operation, call: Mapping[str, Any]) -> dict[str, Any]:
+    """What one rank's call has of the form's inputs."""
+    values = item.values(call)
+    if item.capacity:
+        top_k = values["weights"].shape[1]
+        values["rows"] = values["rows"].view(-1, top_k, values["rows"].shape[-1])
+        if not item.distributed:
+            values["weights"] = values["weights"][: item.argument(item.counts).of(call).shape[0]]
+    return {name: values[_ROLES.get(name, name)] for name in form.inputs}
 
 
-def _outputs(form: Form, parts: Sequence[Any]) -> dict[str, Any]:
-    values: dict[str, Any] = {"routed_scaling_factor": parts[0].routed_scaling_factor}
-    most = max(part.routed.gemm2_permuted.shape[0] for part in parts)
-    for name in _ROUTES:
-        tensors = [getattr(part.routed, name) for part in parts]
-        if name == "gemm2_permuted":  # ranks have more and fewer rows: padding means nothing
-            tensors = [_padded(rows, most) for rows in tensors]
-        values[name] = torch.stack(tensors) if form.operation == ALLREDUCE else tensors[0]
-    if parts[0].shared_output is not None:
-        tensors = [part.shared_output for part in parts]
-        values["shared_output"] = (
-            torch.stack(tensors) if form.operation == ALLREDUCE else tensors[0]
-        )
-    return values
+def _parts(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs of an operation that does not compute."""
+    if "routes" in call:
+        return {**call, "routes": call["routes"].reshape(-1, call["routes"].shape[-1])}
+    return dict(zip(("gemm2", "weights", "index"), call["flashinfer_output"], strict=True))
 
 
-def _padded(rows: Tensor, most: int) -> Tensor:
-    padding = rows.new_full((most - rows.shape[0], rows.shape[1]), float("nan"))
-    return torch.cat([rows, padding])
+def _stacked(tensors: list[Tensor]) -> Tensor:
+    """One tensor of all ranks; they have more and fewer rows, and padding means nothing."""
+    padding = float("nan") if tensors[0].is_floating_point() else 0
+    return pad_sequence(tensors, batch_first=True, padding_value=padding)
 
 
 def workload(form: Form, name: str, case: Case, folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moetail.conformance.catalogue.mutant import Mutant
+from moetail.conformance.catalogue import Change, change
 from moetail.conformance.run.results import (
     CONFORMS,
     NOT_DECIDED,
@@ -72,8 +72,6 @@ def not_judged_reasons(results: Results) -> list[tuple[str, list[str], int]]:
     return [(reason, list(named), cases[reason]) for reason, named in places.items()]
 
 
-def named_deviations(trial: TrialResult) -> list[Mutant]:
+def named_deviations(trial: TrialResult) -> list[Change]:
     """The entries of the catalogue that a diagnosis names."""
-    from moetail.conformance.catalogue import mutant
-
-    return [mutant(name) for name in trial.deviations]
+    return [change(name) for name in trial.deviations]

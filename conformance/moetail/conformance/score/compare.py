@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from moetail.conformance.cases import Case
-from moetail.conformance.catalogue.mutant import Mutant
-from moetail.conformance.catalogue.variants import VARIANTS, Variant
+from moetail.conformance.catalogue import VARIANTS, Change
 from moetail.conformance.diagnosis import DEVIATIONS, simulate
 from moetail.conformance.judge import judge
 from moetail.conformance.score.criteria import CRITERIA
@@ -89,7 +88,7 @@ def compare(
     cases = ordinary_cases(seed)
     calls = {case: [case.arguments(rank) for rank in range(case.ranks)] for case in cases}
     expected = {case: simulate(Reference, case.operation, calls[case]) for case in cases}
-    subjects: list[Mutant | Variant] = [*DEVIATIONS, *VARIANTS]
+    subjects: list[Change] = [*DEVIATIONS, *VARIANTS]
     headings = [(item.heading, item.used_by) for item in CRITERIA]
     headings.append(("moetail's judge", "this suite, on the same inputs"))
     accepted: dict[str, set[str]] = {heading: set() for heading, _ in headings}

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 
 import torch
 
-from moetail.conformance.catalogue import MUTANTS, Mutant
-from moetail.conformance.catalogue.variants import VARIANTS, Variant
+from moetail.conformance.catalogue import MUTANTS, VARIANTS, Change, Mutant, change
 from moetail.conformance.diagnosis import diagnose, rule_named
 from moetail.conformance.run.check import planned
 from moetail.conformance.run.plan import Plan
@@ -122,7 +121,7 @@ class Table:
         return 0 if all(row.right for row in self.rows) else 1
 
 
-def examine(entry: Mutant | Variant, plan: Plan, pool: RankPool | None = None) -> Row:
+def examine(entry: Change, plan: Plan, pool: RankPool | None = None) -> Row:
     """Run the suite against one implementation, on the operations that it can change; in the quick
     profile on those that need one process only, if there are any.
 
@@ -202,13 +201,11 @@ def _start(plan: Plan) -> None:
     _POOL = RankPool(max(plan.ranks), device=plan.device, timeout=plan.timeout)
 
 
-def _examine(entry_id: str, variant: bool, plan: Plan) -> Row:
-    entries: Sequence[Mutant | Variant] = VARIANTS if variant else MUTANTS
-    (entry,) = (item for item in entries if item.id == entry_id)
-    return examine(entry, plan, _POOL)
+def _examine(change_id: str, plan: Plan) -> Row:
+    return examine(change(change_id), plan, _POOL)
 
 
-def _cost(entry: Mutant | Variant) -> tuple[bool, bool, int]:
+def _cost(entry: Change) -> tuple[bool, bool, int]:
     """Longest first: variants run to the end, and ranks cost more than one process."""
     distributed = any(operation(name).distributed for name in entry.operations)
     return isinstance(entry, Mutant), not distributed, -len(entry.operations)
@@ -230,14 +227,13 @@ def run_catalogue(
     """
     started = time.perf_counter()
     wanted = set(only)
-    everything: tuple[Mutant | Variant, ...] = (*MUTANTS, *VARIANTS)
+    everything: tuple[Change, ...] = (*MUTANTS, *VARIANTS)
     entries = [item for item in everything if not wanted or item.id in wanted]
     rows: dict[str, Row] = {}
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, initializer=_start, initargs=(plan,)) as pool:
-        futures: dict[Future[Row], Mutant | Variant] = {
-            pool.submit(_examine, item.id, isinstance(item, Variant), plan): item
-            for item in sorted(entries, key=_cost)
+        futures: dict[Future[Row], Change] = {
+            pool.submit(_examine, item.id, plan): item for item in sorted(entries, key=_cost)
         }
         for done, future in enumerate(as_completed(futures), start=1):
             row = future.result()
