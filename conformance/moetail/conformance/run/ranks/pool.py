@@ -25,7 +25,6 @@ __all__ = ["RankPool"]
 PRELOAD: tuple[str, ...] = (
     "moetail.conformance.run.virtual",
     "moetail.conformance.catalogue",
-    "moetail.conformance.catalogue.variants",
 )
 """What the server imports before it forks."""
 
