@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -481,12 +482,15 @@ def test_rank_that_dies_between_calls(pool: RankPool) -> None:
 
 def test_server_that_dies(pool: RankPool) -> None:
     pool.run(2, pid, operation="before")
+    folder = Path(pool._folder)
+    assert folder.is_dir()
     before = pool.pids
     (server,) = {parent(rank) for rank in before}
     os.kill(server, signal.SIGKILL)
     assert until(lambda: not any(alive(process) for process in before))
     with pytest.warns(RuntimeWarning, match=r"server of the ranks died \(exit code -9\)"):
         assert works(pool)
+    assert not folder.exists()
 
 
 # The machine, and not what ran
@@ -625,7 +629,7 @@ def test_restarts_leak_nothing(pool: RankPool, monkeypatch: pytest.MonkeyPatch) 
 
 @needs_proc
 def test_close_ends_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others = descendants(os.getpid())
     with RankPool(3, timeout=30.0) as pool:
         assert works(pool)

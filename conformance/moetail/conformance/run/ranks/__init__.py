@@ -15,8 +15,8 @@ What outlives what does not rest on anybody's good behaviour. The server ends, r
 parent's end of its connection closes, whatever closed it; the kernel kills a rank whose server is
 gone; and a thread in each rank waits on its connection to the server.
 
-Ranks find each other through a temporary file of their own and, on the CPU, talk over the loopback
-interface, so that pools side by side never meet.
+Ranks find each other through a file in a temporary folder of the pool's own and, on the CPU, talk
+over the loopback interface, so that pools side by side never meet.
 """
 
 from moetail.conformance.run.ranks.errors import PoolError, RankError

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 import weakref
@@ -32,9 +34,9 @@ PRELOAD: tuple[str, ...] = (
 _PATIENCE = 600.0
 _ENDING = 10.0
 _BOOTSTRAP = """import sys
-descriptor, size, device, modules, *sys.path[:] = sys.argv[1:]
+descriptor, size, device, folder, modules, *sys.path[:] = sys.argv[1:]
 from moetail.conformance.run.ranks.server import serve
-serve(int(descriptor), int(size), device, modules.split())"""
+serve(int(descriptor), int(size), device, folder, modules.split())"""
 
 
 class RankPool:
@@ -74,6 +76,7 @@ class RankPool:
         self._lock = threading.RLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: Connection | None = None
+        self._folder = ""
         _POOLS.add(self)
 
     def __enter__(self) -> RankPool:
@@ -180,7 +183,9 @@ class RankPool:
     def _launch(self) -> None:
         self._control, theirs = Pipe()
         with theirs:
-            arguments = [str(theirs.fileno()), str(self.size), self.device, " ".join(PRELOAD)]
+            self._folder = tempfile.mkdtemp(prefix="moetail-ranks-")
+            arguments = [str(theirs.fileno()), str(self.size), self.device]
+            arguments += [self._folder, " ".join(PRELOAD)]
             arguments += [entry for entry in sys.path if isinstance(entry, str)]
             # A session of its own: Ctrl-C reaches the parent alone, which then ends the ranks.
             self._process = subprocess.Popen(
@@ -203,6 +208,8 @@ class RankPool:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        # The server has done this, unless it was killed.
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 _POOLS: weakref.WeakSet[RankPool] = weakref.WeakSet()
@@ -213,7 +220,7 @@ def _abandon() -> None:
     for pool in list(_POOLS):
         if pool._process is not None:
             pool._process.returncode = 0  # not this process's child, so nothing to wait for
-        pool._lock, pool._process = threading.RLock(), None
+        pool._lock, pool._process, pool._folder = threading.RLock(), None, ""
         pool._end()
 
 

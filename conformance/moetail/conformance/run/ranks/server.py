@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import pickle
+import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, wait
@@ -39,11 +40,12 @@ class Answer(NamedTuple):
     dead: str
 
 
-def serve(descriptor: int, size: int, device: str, modules: list[str]) -> None:
+def serve(descriptor: int, size: int, device: str, folder: str, modules: list[str]) -> None:
     """Answer the calls that come on a connection, until the parent is gone.
 
     Args:
         size, device: of the pool.
+        folder: a temporary one of the pool's own.
         modules: what to import first, as far as it is there: only a matter of speed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -52,7 +54,7 @@ def serve(descriptor: int, size: int, device: str, modules: list[str]) -> None:
         with contextlib.suppress(Exception):
             importlib.import_module(module)  # whoever needs it will say why it does not import
     control = Connection(descriptor)
-    server = _Server(size, device, control)
+    server = _Server(size, device, folder, control)
     try:
         while True:
             control.send(server.answer(*control.recv()))
@@ -61,15 +63,17 @@ def serve(descriptor: int, size: int, device: str, modules: list[str]) -> None:
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.end()
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # taking the interpreter and torch down in order takes half a second
 
 
 class _Server:
-    def __init__(self, size: int, device: str, control: Connection) -> None:
+    def __init__(self, size: int, device: str, folder: str, control: Connection) -> None:
         self.size, self.device, self.control = size, device, control
+        self.stores = (os.path.join(folder, str(number)) for number in itertools.count())
         self.ranks: list[Rank] = []
         self.groups: set[int] = set()  # sizes of those that the ranks have made
-        self.store, self.grace, self.deadline = "", 0.0, 0.0
+        self.grace = self.deadline = 0.0
 
     def answer(
         self, ranks: int, function: bytes, operation: str, limit: float, grace: float
@@ -111,11 +115,10 @@ class _Server:
             raise PoolError(f"the rank pool did not start: {why}") from error
 
     def start(self) -> None:
-        file, self.store = tempfile.mkstemp(prefix="moetail-ranks-")
-        os.close(file)
+        store = next(self.stores)
         for number in range(self.size):
             others = [self.control, *(rank.servers_end for rank in self.ranks)]
-            rank = Rank(number, self.size, self.device, self.store, others)
+            rank = Rank(number, self.size, self.device, store, others)
             rank.start()
             rank.end.close()
             self.ranks.append(rank)
@@ -131,8 +134,6 @@ class _Server:
             rank.servers_end.close()
         self.ranks.clear()
         self.groups.clear()
-        with contextlib.suppress(OSError):
-            os.unlink(self.store)
 
     def ask(
         self, ranks: int, request: tuple[int, bytes | None], operation: str, limit: float
