@@ -131,7 +131,7 @@ def command_line() -> str:
     """``moetail --help``, and that of every command."""
     from typer.main import get_command
 
-    from moetail.conformance.cli import app
+    from moetail.conformance.cli.app import app
 
     commands = sorted(getattr(get_command(app), "commands", {}))
     parts = [_help()]
@@ -142,7 +142,7 @@ def command_line() -> str:
 def _help(*words: str) -> str:
     from typer.testing import CliRunner
 
-    from moetail.conformance.cli import app
+    from moetail.conformance.cli.app import app
 
     # The width is rich's, read from the environment when the console is made.
     before = os.environ.get("COLUMNS")

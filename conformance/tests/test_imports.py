@@ -22,6 +22,7 @@ from conformance.tests.imports import (
 
 # From the bottom up; a package imports from those of lower levels, and from its own files.
 LEVELS = (
+    ("extra",),
     ("spec",),
     ("reference",),
     ("kernels",),
@@ -85,6 +86,7 @@ def test_few_modules_lie_loose() -> None:
     root = ROOT / "conformance" / "moetail" / "conformance"
     assert {path.name for path in root.glob("*.py")} == {
         "__init__.py",
+        "extra.py",
         "implementation.py",
         "plugin.py",
     }

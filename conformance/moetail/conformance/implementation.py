@@ -60,8 +60,8 @@ class Implementation:
 
 
 def _load_file(path: Path) -> ModuleType:
-    # A synthetic name: the file may be called like a package it imports, and its folder must not
-    # come onto sys.path.
+    # A synthetic name: the file may be called like a package that it imports. What lies beside it
+    # may be imported too, but hides nothing: its folder comes last.
     name = "_moetail_implementation_" + hashlib.sha256(str(path).encode()).hexdigest()[:12]
     if name in sys.modules:
         return sys.modules[name]
@@ -70,6 +70,8 @@ def _load_file(path: Path) -> ModuleType:
         raise UsageError(f"IMPL: {path} is not a Python file; allowed: a .py file or a module")
     module = importlib.util.module_from_spec(found)
     sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     try:
         found.loader.exec_module(module)
     except BaseException:
@@ -106,10 +108,10 @@ def load(spec: str) -> Implementation:
             target = getattr(target, part)
     except UsageError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {error}"
         raise UsageError(
-            f"IMPL: {spec} cannot be loaded ({cause}); allowed: {', '.join(BUILT_IN)}, a module, "
-            "module:attribute, or a .py file"
+            f"IMPL: {spec or repr(spec)} cannot be loaded ({cause}); allowed: "
+            f"{', '.join(BUILT_IN)}, a module, module:attribute, or a .py file"
         ) from error
     return Implementation(spec, target)

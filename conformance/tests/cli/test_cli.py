@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +27,9 @@ def beam_moe_finalize(
     weighted = expert_weights[:live, :, None] * expert_outputs[:live].float()
     return output.copy_(weighted.sum(1) * torch.tensor(routed_scale))
 """
+
+
+ONE = "beam_moe_finalize/normal/T1-K1-H256"
 
 
 def run(folder: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -75,9 +80,11 @@ def beam_moe_finalize(*args, **kwargs):
     )
     done = moetail(tmp_path, "check", "kernel.py", "--report", "out")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "The run ended early: interrupted." in done.stdout
+    assert "The run ended early: interrupted while " in done.stdout
     report = json.loads((tmp_path / "out/report.json").read_text(encoding="utf-8"))
-    assert report["stopped"] == "interrupted"
+    # It says which case was running, and how many were to come.
+    assert re.match(r"interrupted while [A-Z]+-\d was tried on beam_moe_fin", report["stopped"])
+    assert report["totals"]["planned"] > report["totals"]["trials"]
     assert report["verdict"] == "not decided"
     assert 0 < report["totals"]["trials"] <= 20
     assert report["totals"]["judged"] > 0
@@ -115,8 +122,9 @@ def test_check_names_the_rule_and_writes_its_reports(tmp_path: Path, kernel: Pat
         assert properties["operation"] == "beam_moe_finalize"
 
     # The command that it prints repeats it, and nothing else.
-    repeat = next(line for line in done.stdout.splitlines() if line.strip().startswith("repeat:"))
-    words = repeat.split("moetail ", 1)[1].split()
+    repeat = re.search(r"repeat:\s+moetail ((?:.*\\\n)*.*)", done.stdout)
+    assert repeat
+    words = shlex.split(repeat[1].replace("\\\n", " "))
     again = moetail(tmp_path, *words)
     assert again.returncode == 1, again.stdout + again.stderr
     assert violation["case"] in again.stdout
@@ -220,6 +228,20 @@ def test_check_ends_with_3_where_nothing_was_judged(tmp_path: Path) -> None:
         (["check", "--rule", "ROUND-9"], ["ROUND-9", "ROUND-7"]),
         (["check", "--profile", "fast"], ["fast", "quick, full, soak"]),
         (["check", "--ranks", "2,0"], ["'0'", ">= 1"]),
+        (["check", "--ranks", "1000000000"], ["--ranks", "<= 256"]),
+        (["check", "--seed", "9" * 5000], ["--seed", "<= 9223372036854775807"]),
+        (["check", "--rank-timeout", "0"], ["--rank-timeout", ">= 1"]),
+        (["check", "--rank-timeout", "1" * 30], ["--rank-timeout", "<= 86400"]),
+        (["check", "--op", ""], ["--op: ''", "names"]),
+        (["check", "--op", "finalize,"], ["--op: 'finalize,'"]),
+        (["check", "--rule", ""], ["--rule: ''"]),
+        (["check", "--case", ""], ["--case", "operation/source"]),
+        (["check", "--case", f"{ONE}~no-such"], ["--case", "no-such", "other-dead-weights"]),
+        (["check", "--case", ONE.replace("T1", "T99999999999999")], ["--case", "2^36"]),
+        (["check", "\x1b[31m/no\udcff[red].py"], ["\\x1b[31m/no\\udcff[red].py"]),
+        (["check", "--no-such"], ["--no-such"]),
+        (["no-such"], ["no-such"]),
+        (["mutants", "--workers", "0"], ["--workers"]),
         (["check", "--ranks", "two"], ["'two'", ">= 1"]),
         (["check", "--seed", "-1"], ["-1", ">= 0"]),
         (["check", "--device", "tpu"], ["tpu", "cpu, cuda"]),
@@ -247,6 +269,7 @@ def test_wrong_usage_ends_with_2_and_says_what_is_allowed(
     for part in said:
         assert part in printed.err
     assert "Traceback" not in printed.err + printed.out
+    assert len(printed.err.splitlines()) == 1
 
 
 def test_a_file_that_cannot_be_imported_is_usage(tmp_path: Path) -> None:
@@ -271,6 +294,12 @@ def test_rules_and_cases_list_what_there_is(
     shown = capsys.readouterr().out
     assert "rounded to BF16 before" in " ".join(shown.split())
     assert "beam_moe_finalize" in shown
+    with pytest.raises(SystemExit) as ended:
+        main(["rules", "Round", "TAIL"])
+    assert ended.value.code == 0
+    shown = capsys.readouterr().out
+    listed_ids = [line.split()[1] for line in shown.splitlines() if line.startswith("rule:")]
+    assert listed_ids == [*(rule.id for rule in RULES if rule.kind.value == "ROUND"), "TAIL"]
     with pytest.raises(SystemExit):
         main(["cases", "--rule", "ROUND", "--ranks", "1,2"])
     rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]

@@ -12,7 +12,7 @@ import typer
 from moetail.conformance.cli.folder import make_folder
 from moetail.conformance.cli.options import takes
 from moetail.conformance.cli.progress import Progress
-from moetail.conformance.cli.verdict import wide_console
+from moetail.conformance.cli.verdict import complain, printing, say
 from moetail.conformance.implementation import UsageError
 
 __all__ = ["mutants"]
@@ -42,7 +42,7 @@ def mutants(
     Exit code: 0 where every mutant was killed by its rule first and every variant accepted, else 1.
     """
     from moetail.conformance.catalogue import MUTANTS, VARIANTS
-    from moetail.conformance.report import markdown
+    from moetail.conformance.report import markdown, write
     from moetail.conformance.run.options import make_plan
     from moetail.conformance.run.results import environment
     from moetail.conformance.score.table import run_catalogue
@@ -58,7 +58,6 @@ def mutants(
         if not compare:
             raise UsageError("--into: given without --compare, whose table it is for")
         markdown.find(into)
-    console = wide_console()
     with Progress() as progress:
         table = run_catalogue(
             plan,
@@ -66,28 +65,28 @@ def mutants(
             only=only or (),
             progress=lambda row, done, total: progress.show(done, total, row.id),
         )
-    for part in mutants_tables(table):
-        console.print(part)
-    if folder is not None:
-        content = {
-            "environment": environment("cpu"),
-            "plan": plan.shown,
-            "seconds": round(table.seconds, 1),
-            "rows": [asdict(row) for row in table.rows],
-        }
-        (folder / "mutants.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        console.print(f"Report: {folder}", markup=False, soft_wrap=True)
-    if compare:
-        from moetail.conformance.diagnosis import DEVIATIONS
-        from moetail.conformance.score.compare import compare as compare_criteria
-        from moetail.conformance.score.compare import markdown as comparison
+    with printing(table.exit_code) as console:
+        for part in mutants_tables(table, console.width):
+            console.print(part)
+        if folder is not None:
+            content = {
+                "environment": environment("cpu"),
+                "plan": plan.shown,
+                "seconds": round(table.seconds, 1),
+                "rows": [asdict(row) for row in table.rows],
+            }
+            complain([write(folder / "mutants.json", json.dumps(content, indent=2) + "\n")])
+            say(f"Report: {folder}")
+        if compare:
+            from moetail.conformance.diagnosis import DEVIATIONS
+            from moetail.conformance.score.compare import compare as compare_criteria
+            from moetail.conformance.score.compare import markdown as comparison
 
-        # Those that change values, which is what a tolerance can look at.
-        of_values = {item.id for item in DEVIATIONS}
-        lines = compare_criteria(plan.seed)
-        missed = sum(not row.killed for row in table.mutants if row.id in of_values)
-        text = comparison(lines, None if only else (missed, len(table.false_alarms)))
-        console.print(text, markup=False, soft_wrap=True)
-        if into is not None:
-            markdown.replace(into, text)
-    raise typer.Exit(table.exit_code)
+            # Those that change values, which is what a tolerance can look at.
+            of_values = {item.id for item in DEVIATIONS}
+            lines = compare_criteria(plan.seed)
+            missed = sum(not row.killed for row in table.mutants if row.id in of_values)
+            text = comparison(lines, None if only else (missed, len(table.false_alarms)))
+            say(text)
+            if into is not None:
+                markdown.replace(into, text)

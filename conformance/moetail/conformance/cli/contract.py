@@ -34,17 +34,16 @@ def init(
 
 
 def rules(
-    rule: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="Show this rule whole.")
+    rules: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[ID]...", help="Show these whole: rules, or kinds such as ROUND."),
     ] = None,
 ) -> None:
     """The rules of the contract."""
     from moetail.conformance.report.terminal import rules_text
     from moetail.conformance.run.options import rules_named
 
-    if rule is not None:
-        rules_named([rule])
-    typer.echo(rules_text(rule))
+    typer.echo(rules_text(rules_named(rules or ())))
 
 
 @takes("op", "rule", "ranks", "profile", "seed")

@@ -16,6 +16,8 @@ def make_folder(option: str, path: Path | None) -> Path | None:
     folder = path.expanduser().resolve()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except (FileExistsError, NotADirectoryError) as error:
         raise UsageError(f"{option}: {folder}: {error.strerror}; allowed: a folder") from None
+    except OSError:
+        pass  # said where something is written: the verdict does not hang on it
     return folder

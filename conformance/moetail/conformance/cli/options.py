@@ -39,7 +39,11 @@ def takes(*keys: str, **defaults: str) -> Callable[[_Command], _Command]:
 
 
 def _parameter(option: Option, default: str | None) -> inspect.Parameter:
-    kind: Any = list[str] if isinstance(option.default, tuple) else type(option.default)
+    kind: Any = type(option.default)
+    if option.default is None:
+        kind = str | None
+    elif isinstance(option.default, tuple):
+        kind = list[str]
     shown: Any
     if option.key == "impl":
         shown = typer.Argument(metavar=option.metavar, help=option.help)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,8 +19,9 @@ from rich.console import Console
 from moetail.conformance.cli.folder import make_folder
 from moetail.conformance.cli.options import takes
 from moetail.conformance.cli.progress import Progress
+from moetail.conformance.report.terminal import folded
 from moetail.conformance.run.options import OPTIONS, Request
-from moetail.conformance.run.results import NOT_JUDGED, Results, count
+from moetail.conformance.run.results import NOT_JUDGED, Results, harmless
 
 __all__ = ["check", "judge"]
 
@@ -47,6 +48,7 @@ def check(
     """
     from moetail.conformance.adapters import not_mapped, versions
     from moetail.conformance.report import check_summary
+    from moetail.conformance.report.terminal import not_judged_lines
 
     # The cases are small: threads would cost more than they bring, and take the ranks' cores.
     torch.set_num_threads(1)
@@ -58,22 +60,21 @@ def check(
     results = _run(request)
     target = request.implementation.target
     results.plan.update(versions(target))
-    console = wide_console()
-    for fault in results.faults:
-        console.print(fault, markup=False)
-    if results.trials:
+    with printing(results.exit_code) as console:
+        for fault in results.faults:
+            say(fault)
         _print_matrix(results, console)
-    for name, why in not_mapped(target).items():
-        console.print(f"Not mapped: {name}: {why}", markup=False, soft_wrap=True)
-    if results.verdict != NOT_JUDGED:
-        for why in _undecided(results):
-            console.print(f"Not judged: {why}", markup=False, soft_wrap=True)
-    if results.stopped:
-        console.print(f"The run ended early: {results.stopped}.", markup=False)
-    _leave(results, folder, summary, console)
-    if results.verdict != NOT_JUDGED and (to_fill := _to_fill(results.implementation)):
-        console.print(to_fill, markup=False)
-    _end(results, results, console)
+        for name, why in not_mapped(target).items():
+            say(folded(f"Not mapped: {name}: {why}", console.width))
+        if results.verdict != NOT_JUDGED:
+            for line in not_judged_lines(results, console.width):
+                say(line)
+        if results.stopped:
+            say(folded(f"The run ended early: {results.stopped}.", console.width))
+        _leave(results, folder, summary)
+        if results.verdict != NOT_JUDGED and (to_fill := _to_fill(results.implementation)):
+            say(folded(to_fill, console.width))
+        _print_verdict(results, results, console)
 
 
 def judge(
@@ -95,19 +96,20 @@ def judge(
     from moetail.conformance.report import check_summary
     from moetail.spec.rules import OPERATIONS
 
-    console = wide_console()
     folder = make_folder("--report", report)
     if summary is not None:
         check_summary(summary)
-    with console.status("reading"):
+    status = Console(stderr=True)
+    with status.status("reading"):
         dumps = [load_dump(path) for path in files]
-    with console.status("judging"):
+    with status.status("judging"):
         results = judge_dumps(dumps)
-    _print_matrix(results, console)
-    _leave(results, folder, summary, console)
     # A dump says nothing about what else its implementation provides.
     every = tuple(item.name for item in OPERATIONS)
-    _end(results, replace(results, provided=every), console)
+    with printing(results.exit_code) as console:
+        _print_matrix(results, console)
+        _leave(results, folder, summary)
+        _print_verdict(results, replace(results, provided=every), console)
 
 
 def _run(request: Request) -> Results:
@@ -132,7 +134,7 @@ def _run(request: Request) -> Results:
 
             run_planned(subject, trials, results, watch)
     except KeyboardInterrupt:
-        results.stopped = "interrupted"
+        results.stopped = results.stopped or "interrupted"
     finally:
         subject.close()
     return results
@@ -151,43 +153,61 @@ def _terminated_as_interrupted() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def wide_console() -> Console:
-    """Wide enough for the matrix where nobody's window says otherwise."""
+@contextlib.contextmanager
+def printing(code: int) -> Iterator[Console]:
+    """What is printed, by a console of its width, and then the exit code, whatever became of it."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        return Console(highlight=False, width=120)
-    return console
+        # Wide enough for the matrix where nobody's window says otherwise.
+        console = Console(highlight=False, width=120)
+    try:
+        yield console
+    except OSError as error:
+        complain([f"standard output: {error.strerror}"])
+    raise typer.Exit(code)
+
+
+def say(text: str) -> None:
+    """A text as it is, apart from what a terminal would act on."""
+    print(harmless(text))
+
+
+def complain(lines: Iterable[str]) -> None:
+    """What could not be written."""
+    for line in filter(None, lines):
+        print(f"moetail: {harmless(line)}", file=sys.stderr)
 
 
 def _print_matrix(results: Results, console: Console) -> None:
     """Rules by operations, and the smallest violations."""
-    from moetail.conformance.report.terminal import matrix_table, violation_text
+    from moetail.conformance.report.terminal import matrix_tables, violation_texts
 
-    console.print(matrix_table(results, console.width))
-    for violation in results.violations:
-        console.print(violation_text(violation), markup=False, soft_wrap=True)
-        console.print()
+    for part in matrix_tables(results, console.width) if results.trials else ():
+        console.print(part)
+    for text in violation_texts(results, console.width):
+        say(f"{text}\n")
 
 
-def _leave(results: Results, folder: Path | None, summary: Path | None, console: Console) -> None:
+def _leave(results: Results, folder: Path | None, summary: Path | None) -> None:
     """What stays behind: the report and the summary, where they are asked for."""
     from moetail.conformance.report import append_summary, write_report
 
     if folder is not None:
-        write_report(results, folder)
-        console.print(f"Report: {folder / 'report.html'}", markup=False, soft_wrap=True)
+        complaints = write_report(results, folder)
+        complain(complaints)
+        if not complaints:
+            say(f"Report: {folder / 'report.html'}")
     if summary is not None:
-        append_summary(results, summary)
+        complain([append_summary(results, summary)])
 
 
-def _end(results: Results, shown: Results, console: Console) -> None:
-    """The last line, which is of the results shown, and the exit code."""
+def _print_verdict(results: Results, shown: Results, console: Console) -> None:
+    """The last line, which is of the results shown."""
     from moetail.conformance.report.terminal import verdict_line
 
     if results.verdict == NOT_JUDGED:
-        console.print(_why_nothing(results), markup=False)
-    console.print(verdict_line(shown), markup=False, soft_wrap=True)
-    raise typer.Exit(results.exit_code)
+        say(_why_nothing(results))
+    say(folded(verdict_line(shown), console.width))
 
 
 def _why_nothing(results: Results) -> str:
@@ -200,12 +220,6 @@ def _why_nothing(results: Results) -> str:
         return f"{results.implementation} provides none of the operations: {names}."
     reasons = sorted({trial.found for trial in results.trials if trial.found})
     return "\n".join(reasons) or "No trial fits what was asked for."
-
-
-def _undecided(results: Results) -> list[str]:
-    """Why some cases were not judged, the most frequent reasons first."""
-    reasons = Counter(trial.found for trial in results.trials if trial.status == NOT_JUDGED)
-    return [f"{count(number, 'case')}: {why}" for why, number in reasons.most_common(5)]
 
 
 def _to_fill(implementation: str) -> str:

@@ -13,6 +13,7 @@ A file is one call on one rank, in safetensors format: the tensors, and under th
 taken for a wrong kernel.
 """
 
+import moetail.conformance.extra  # noqa: F401
 from moetail.conformance.dumps.capturing import Capture, Mapped, capture, install
 from moetail.conformance.dumps.files import Dump, DumpError, load_dump, write_dump
 from moetail.conformance.dumps.judging import judge_dumps, judge_files

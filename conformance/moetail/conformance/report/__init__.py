@@ -10,16 +10,19 @@ badge      one line for a README, as JSON
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable
 from pathlib import Path
 
+import moetail.conformance.extra  # noqa: F401
 from moetail.conformance.implementation import UsageError
 from moetail.conformance.run.results import Results
 
-__all__ = ["append_summary", "check_summary", "write_report"]
+__all__ = ["append_summary", "check_summary", "write", "write_report"]
 
 
-def write_report(results: Results, folder: Path) -> None:
-    """Writes report.json, report.html, junit.xml and badge.json into a folder that is there.
+def write_report(results: Results, folder: Path) -> list[str]:
+    """Writes report.json, report.html, junit.xml and badge.json; a line for each that it could not.
 
     Of dumps no badge: calls that went well say too little.
     """
@@ -27,24 +30,42 @@ def write_report(results: Results, folder: Path) -> None:
     from moetail.conformance.report.junit import junit_xml
     from moetail.conformance.report.page import report_html
 
-    results.write_json(folder / "report.json")
-    (folder / "report.html").write_text(report_html(results), encoding="utf-8")
-    (folder / "junit.xml").write_text(junit_xml(results), encoding="utf-8")
+    files: dict[str, Callable[[Results], str]] = {
+        "report.json": Results.json_text,
+        "report.html": report_html,
+        "junit.xml": junit_xml,
+    }
     if results.plan.get("profile") != "dump":
-        (folder / "badge.json").write_text(badge_json(results), encoding="utf-8")
+        files["badge.json"] = badge_json
+    complaints = [write(folder / name, text(results)) for name, text in files.items()]
+    return [complaint for complaint in complaints if complaint]
+
+
+def write(path: Path, text: str, mode: str = "w") -> str:
+    """Writes a file; what kept it from being written, in a line, or ""."""
+    try:
+        with path.expanduser().open(mode, encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as error:
+        if mode == "w":
+            with contextlib.suppress(OSError):
+                path.unlink()  # half a report says nothing
+        return f"not written: {path}: {error.strerror}"
+    return ""
 
 
 def check_summary(path: Path) -> None:
-    """Refuses, before a long run, a summary that could not be written after it."""
+    """Refuses, before a long run, what is no file and could not be one."""
     try:
         path.expanduser().open("a", encoding="utf-8").close()
-    except OSError as error:
+    except (IsADirectoryError, NotADirectoryError, FileNotFoundError) as error:
         raise UsageError(f"--summary: {path}: {error.strerror}; allowed: a file") from None
+    except OSError:
+        pass  # said where it is written: the verdict does not hang on it
 
 
-def append_summary(results: Results, path: Path) -> None:
-    """Adds the summary to a file, which may hold those of other steps."""
+def append_summary(results: Results, path: Path) -> str:
+    """Adds the summary to a file, which may hold those of other steps; returns as write."""
     from moetail.conformance.report.summary import summary_markdown
 
-    with path.expanduser().open("a", encoding="utf-8") as file:
-        file.write(summary_markdown(results))
+    return write(path, summary_markdown(results), "a")

@@ -18,7 +18,7 @@ from moetail.conformance.report.wording import (
 )
 from moetail.conformance.run.check import TAIL
 from moetail.conformance.run.evidence import band_name
-from moetail.conformance.run.results import VIOLATES, Results, TrialResult, count
+from moetail.conformance.run.results import VIOLATES, Results, TrialResult, count, harmless
 from moetail.conformance.run.trial import Trial
 from moetail.spec import tokens_per_rank
 from moetail.spec.rules import GATHER, OPERATIONS, RULES, Kind, operation, rule
@@ -34,10 +34,17 @@ _MOST_OTHERS = 12
 def report_html(results: Results) -> str:
     """The page."""
     from jinja2 import Environment, StrictUndefined
+    from markupsafe import Markup
 
     text = (files(__package__) / "templates" / "report.html.j2").read_text(encoding="utf-8")
     jinja = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda item: (
+            harmless(item) if isinstance(item, str) and not isinstance(item, Markup) else item
+        ),
     )
     content = results.to_json()
     violations = [_violation(results, trial) for trial in results.violations]

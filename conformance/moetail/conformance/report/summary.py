@@ -12,7 +12,14 @@ from moetail.conformance.report.wording import (
     named_deviations,
     not_judged_reasons,
 )
-from moetail.conformance.run.results import NOT_PROVIDED, VIOLATES, Results, TrialResult, count
+from moetail.conformance.run.results import (
+    NOT_PROVIDED,
+    VIOLATES,
+    Results,
+    TrialResult,
+    count,
+    harmless,
+)
 from moetail.spec.rules import OPERATIONS
 
 __all__ = ["summary_markdown"]
@@ -107,7 +114,7 @@ def _elements(violation: TrialResult) -> list[str]:
 
 def _text(text: str) -> str:
     """Text that no character of is markup."""
-    escaped = re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", text)
+    escaped = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", harmless(text))
     return " ".join(escaped.split())
 
 
@@ -117,11 +124,13 @@ def _fence(text: str, least: int) -> str:
 
 
 def _code(text: str) -> str:
+    text = harmless(text)
     fence = _fence(text, 1)
     space = " " if "`" in text else ""
     return f"{fence}{space}{' '.join(text.split())}{space}{fence}"
 
 
 def _block(text: str) -> list[str]:
+    text = harmless(text)
     fence = _fence(text, 3)
     return [f"{fence}sh", text, fence, ""]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 from moetail.conformance.catalogue import Change, change
 from moetail.conformance.run.results import (
     CONFORMS,
@@ -13,7 +15,7 @@ from moetail.conformance.run.results import (
     TrialResult,
     count,
 )
-from moetail.spec.rules import OPERATIONS, RULES
+from moetail.spec.rules import OPERATIONS, RULES, operation
 
 __all__ = [
     "broken_rules",
@@ -22,6 +24,7 @@ __all__ = [
     "headline",
     "named_deviations",
     "not_judged_reasons",
+    "raised_before",
 ]
 
 
@@ -62,14 +65,44 @@ def cell_mark(cell: Cell) -> str:
 
 
 def not_judged_reasons(results: Results) -> list[tuple[str, list[str], int]]:
-    """(reason, the rules and operations, number of cases) of what could not be decided."""
-    places: dict[str, dict[str, None]] = {}
+    """(reason, the rules with their operations, number of cases) of what was not decided."""
+    places: dict[str, dict[str, dict[str, None]]] = {}
     cases: dict[str, int] = {}
+
+    def add(reason: str, rule_id: str, name: str) -> None:
+        places.setdefault(reason, {}).setdefault(rule_id, {})[operation(name).short] = None
+
     for trial in results.trials:
         if trial.status == NOT_JUDGED:
-            places.setdefault(trial.found, {})[f"{trial.rule} {trial.operation}"] = None
+            add(trial.found, trial.rule, trial.operation)
             cases[trial.found] = cases.get(trial.found, 0) + 1
-    return [(reason, list(named), cases[reason]) for reason, named in places.items()]
+    for rule_id, row in results.matrix().items():
+        for name, cell in row.items():
+            if cell.status == NOT_JUDGED and not cell.trials and results.planned:
+                early = len(results.trials) < results.planned
+                why = "the run ended before" if early else "no case of this plan tries it"
+                add(why, rule_id, name)
+    return [
+        (
+            reason,
+            [f"{rule_id} of {', '.join(names)}" for rule_id, names in named.items()],
+            cases.get(reason, 0),
+        )
+        for reason, named in places.items()
+    ]
+
+
+def raised_before(
+    violations: Iterable[TrialResult],
+) -> Iterator[tuple[TrialResult, TrialResult | None]]:
+    """Violations, each with an earlier one that raised in the same place."""
+    seen: dict[str, TrialResult] = {}
+    for violation in violations:
+        # The last line has the exception's text, which may differ from call to call.
+        place = "\n".join(line for line in violation.trace.splitlines() if line.startswith(" "))
+        yield violation, seen.get(place)
+        if place:
+            seen.setdefault(place, violation)
 
 
 def named_deviations(trial: TrialResult) -> list[Change]:

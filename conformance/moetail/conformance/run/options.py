@@ -5,7 +5,7 @@ The commands and the pytest plugin both take their options from here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +28,13 @@ class Option:
     Attributes:
         name: without dashes in front, such as "virtual-ranks".
         default: False for one that is given or not, () for one that may be repeated; else the text
-            that stands where it is not given.
+            that stands where it is not given, None for nothing.
         help: what it is for.
         metavar: what stands for its value in a help text.
     """
 
     name: str
-    default: str | bool | tuple[str, ...]
+    default: str | bool | tuple[str, ...] | None
     help: str
     metavar: str = ""
 
@@ -45,6 +45,11 @@ class Option:
 
 
 _PLAN = Plan()
+
+# Each rank is a process; and a case is made whole.
+_MOST_RANKS = 256
+_MOST_ELEMENTS = 1 << 36
+_MOST_SECONDS = 24 * 60 * 60
 
 OPTIONS: Mapping[str, Option] = {
     option.key: option
@@ -57,7 +62,7 @@ OPTIONS: Mapping[str, Option] = {
         ),
         Option("op", (), "Only this operation, by its name or column heading (repeatable)."),
         Option("rule", (), "Only this rule, or all of a kind, such as ROUND (repeatable)."),
-        Option("device", "", "cpu or cuda; by default cuda for kernels where there is a GPU."),
+        Option("device", None, "cpu or cuda; by default cuda for kernels where there is a GPU."),
         Option(
             "ranks",
             ",".join(map(str, _PLAN.ranks)),
@@ -70,7 +75,7 @@ OPTIONS: Mapping[str, Option] = {
             "implementation's BeamAllReduceWorkspace.virtual.",
         ),
         Option("profile", _PLAN.profile, "quick, full or soak."),
-        Option("case", "", "Only the trial of this id."),
+        Option("case", None, "Only the trial of this id."),
         Option("seed", str(_PLAN.seed), "Shifts the seed of every case.", "INTEGER"),
         Option(
             "rank-timeout", f"{_PLAN.timeout:.0f}", "Seconds for one distributed call.", "INTEGER"
@@ -130,7 +135,7 @@ def make_plan(
     """
     if profile not in PROFILES:
         raise UsageError(f"--profile: {profile!r}; allowed: {', '.join(PROFILES)}")
-    sizes = sorted({_integer("--ranks", part, 1) for part in str(ranks).split(",")})
+    sizes = sorted({_integer("--ranks", part, 1, _MOST_RANKS) for part in str(ranks).split(",")})
     if device == "cuda":
         import torch
 
@@ -146,10 +151,10 @@ def make_plan(
         )
     return Plan(
         profile=profile,
-        seed=_integer("--seed", seed, 0),
+        seed=_integer("--seed", seed, 0, (1 << 63) - 1),
         ranks=tuple(sizes),
         device=device,
-        timeout=float(_integer("--rank-timeout", timeout, 1)),
+        timeout=float(_integer("--rank-timeout", timeout, 1, _MOST_SECONDS)),
         virtual_ranks=virtual_ranks,
         # Memory that GPUs share takes a hundred times as long to make as a call takes.
         keep_workspaces=device == "cuda",
@@ -159,7 +164,7 @@ def make_plan(
 def operations_named(words: Iterable[str]) -> tuple[str, ...]:
     """Names of operations, also by their short names; comma-separated lists are taken apart."""
     named = []
-    for word in (part for text in words for part in text.split(",") if part):
+    for word in _parts("--op", words):
         try:
             named.append(operation(word).name)
         except ContractError as error:
@@ -170,7 +175,7 @@ def operations_named(words: Iterable[str]) -> tuple[str, ...]:
 def rules_named(words: Iterable[str]) -> tuple[str, ...]:
     """Ids of rules; a kind such as ROUND stands for all of its rules."""
     named: list[str] = []
-    for word in (part.upper() for text in words for part in text.split(",") if part):
+    for word in map(str.upper, _parts("--rule", words)):
         of_kind = [item.id for item in RULES if item.kind.value == word]
         if word == TAIL or of_kind:
             named += of_kind or [TAIL]
@@ -182,15 +187,30 @@ def rules_named(words: Iterable[str]) -> tuple[str, ...]:
     return only(named, [*(item.id for item in RULES), TAIL])
 
 
-def _case(text: str) -> Trial | None:
-    """The trial of that id; None for ""."""
+def _parts(name: str, words: Iterable[str]) -> Iterator[str]:
+    for text in words:
+        for part in text.split(","):
+            if not part.strip():
+                raise UsageError(f"{name}: {text!r}; allowed: names, with commas between")
+            yield part.strip()
+
+
+def _case(text: str | None) -> Trial | None:
+    """The trial of that id."""
+    if text is None:
+        return None
     try:
-        return Trial.parse(text) if text else None
+        trial = Trial.parse(text)
     except ValueError as error:
         raise UsageError(f"--case: {error}") from None
+    if trial.case.ranks > _MOST_RANKS or trial.case.elements > _MOST_ELEMENTS:
+        raise UsageError(
+            f"--case: {text!r}; allowed: at most {_MOST_RANKS} ranks and 2^36 elements"
+        )
+    return trial
 
 
-def _device(device: str, impl: str, require_gpu: bool) -> str:
+def _device(device: str | None, impl: str, require_gpu: bool) -> str:
     import torch
 
     has_gpu = torch.cuda.is_available()
@@ -201,11 +221,12 @@ def _device(device: str, impl: str, require_gpu: bool) -> str:
     return "cuda" if has_gpu and (require_gpu or impl == "kernels") else "cpu"
 
 
-def _integer(name: str, text: object, least: int) -> int:
+def _integer(name: str, text: object, least: int, most: int) -> int:
     try:
         value = int(str(text))
     except ValueError:
         value = least - 1
-    if value < least:
-        raise UsageError(f"{name}: {text!r}; allowed: an integer >= {least}")
+    if not least <= value <= most:
+        shown = str(text) if len(str(text)) <= 40 else f"{str(text)[:40]}..."
+        raise UsageError(f"{name}: {shown!r}; allowed: an integer >= {least} and <= {most}")
     return value

@@ -8,7 +8,6 @@ import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 from moetail.conformance.implementation import Implementation
@@ -102,6 +101,7 @@ class Results:
         implementation: as it was named.
         provided: names of the operations it provides.
         plan: the plan's fields.
+        planned: how many trials there are to be; 0 where nobody planned them.
         trials: in the order in which they ran.
         stopped: why the run ended early, or "".
         faults: trials that could not be carried out, and why.
@@ -114,6 +114,7 @@ class Results:
     rules: tuple[str, ...] = ()
     trials: list[TrialResult] = field(default_factory=list)
     stopped: str = ""
+    planned: int = 0
     faults: list[str] = field(default_factory=list)
 
     @classmethod
@@ -168,7 +169,7 @@ class Results:
         was."""
         if any(trial.status == VIOLATES for trial in self.trials):
             return VIOLATES
-        if self.stopped:
+        if self.stopped or len(self.trials) < self.planned:
             return NOT_DECIDED
         decided = any(trial.status == CONFORMS for trial in self.trials)
         return CONFORMS if decided else NOT_JUDGED
@@ -214,6 +215,7 @@ class Results:
             "plan": self.plan,
             "environment": environment(str(self.plan.get("device", "cpu"))),
             "totals": {
+                "planned": self.planned or len(self.trials),
                 "trials": len(self.trials),
                 "violations": sum(trial.status == VIOLATES for trial in self.trials),
                 "judged": self.judged,
@@ -236,8 +238,9 @@ class Results:
             ),
         }
 
-    def write_json(self, path: Path) -> None:
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+    def json_text(self) -> str:
+        """report.json."""
+        return json.dumps(self.to_json(), indent=2) + "\n"
 
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:

@@ -44,10 +44,15 @@ def run_planned(
     Args:
         watch: is told the name of each check before its trial.
     """
+    trials = list(trials)
+    results.planned += len(trials)
     for check, trial in trials:
         watch(check.name)
         try:
             result, _ = run_trial(check, subject, trial)
+        except KeyboardInterrupt:
+            results.stopped = f"interrupted while {check.rule} was tried on {trial.id}"
+            raise
         except PoolError as error:
             results.faults.append(f"{check.name}[{trial.id}]\n{error}")
             results.stopped = str(error)

@@ -41,6 +41,8 @@ class Trial:
         """The trial of that id; ValueError where it is none."""
         shown, _, variation = text.partition("~")
         case = Case.parse(shown)
+        if variation:
+            variations.find(variation, case)
         return cls(operation or case.operation, case, variation)
 
 
