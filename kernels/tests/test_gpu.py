@@ -393,7 +393,7 @@ def test_eager_calls_ask_neither_the_checks_nor_the_dispatcher(
     ]
     with Observed():
         expected = [call() for call in calls]
-    for module, prefix in ((checks, "check_"), (operators, "finalize"), (operators, "boundary")):
+    for module, prefix in ((checks, "check"), (operators, "finalize"), (operators, "boundary")):
         for name in dir(module):
             if name.startswith(prefix):
                 monkeypatch.setattr(module, name, None)
