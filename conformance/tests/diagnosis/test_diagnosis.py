@@ -154,6 +154,7 @@ def test_the_rule_is_the_checks_unless_another_explains_nearly_all() -> None:
         Case(MOE_OUTPUT, "normal", 1, 33, 6, 512, routed_scale=2.5, local=0.5, shared=True),
         Case(MOE_OUTPUT, "normal", 1, 33, 6, 512, routed_scale=2.5, layout="route_major"),
         Case(ALLREDUCE, "normal", 1, 33, 6, 256, routed_scale=2.5, ranks=2, **_TAIL),
+        Case(GATHER, "normal", 1, 33, 6, 256, routed_scale=2.5, ranks=2, capacity=1, **_TAIL),
     ],
     ids=lambda case: case.id.split("/")[0],
 )

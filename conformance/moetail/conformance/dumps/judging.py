@@ -10,12 +10,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from moetail.conformance.cases.cut import choose, cut_call, cut_result
 from moetail.conformance.cases.tensors import tensors_in
-from moetail.conformance.diagnosis import MOST_TERMS, Diagnosis, diagnose, rule_named
+from moetail.conformance.diagnosis import diagnose, rule_named
 from moetail.conformance.dumps.files import (
     CONVERSIONS,
     Dump,
@@ -31,10 +29,7 @@ from moetail.conformance.run.results import CONFORMS, NOT_JUDGED, VIOLATES, Resu
 from moetail.conformance.run.runner import diagnosis_fields
 from moetail.reference import BeamAllReduceWorkspace, Reference
 from moetail.spec import OPERATIONS, ContractError, checks, operation
-from moetail.spec.rules import (
-    GATHER,
-    ROUTE_MAJOR,
-)
+from moetail.spec.rules import ROUTE_MAJOR
 
 __all__ = ["judge_dumps", "judge_files"]
 
@@ -270,7 +265,7 @@ class _Group:
                 f"{verdict.describe()} ({verdict.wrong} of {verdict.judged} elements wrong)"
                 f"{self._token(verdict)}"
             )
-            diagnosis = self._diagnosis(verdict)
+            diagnosis = diagnose(self.operation, self.calls, verdict)
             return self._trial(
                 rule_named(TAIL, diagnosis),
                 check,
@@ -293,28 +288,6 @@ class _Group:
             return ""
         row = first[0][0]
         return f"; row {row} is token {kept[row]} of {self.dumps[0].num_tokens}"
-
-    def _diagnosis(self, verdict: Verdict) -> Diagnosis:
-        calls, values = self.calls, self.values
-        tokens = int(verdict.outputs[0].wrong_mask.shape[0])
-        terms = sum(call["x"].gemm2_permuted.numel() for call in calls) if self._owned else 0
-        if terms > MOST_TERMS:
-            # The diagnosis cuts large calls itself, but not those whose tokens have owners.
-            wrong = torch.stack([output.wrong_mask.any(dim=1) for output in verdict.outputs])
-            most = max(len(calls), tokens * MOST_TERMS // terms)
-            first = wrong.any(dim=0).nonzero().flatten()[: max(1, most // 2)]
-            kept = choose(self.operation, first.tolist(), tokens, len(calls))
-            calls = [
-                cut_call(self.operation, call, kept, rank, len(calls))
-                for rank, call in enumerate(calls)
-            ]
-            values = [cut_result(value, tokens, kept) for value in values]
-            verdict = judge(self.operation, calls, values)
-        return diagnose(self.operation, calls, verdict)
-
-    @property
-    def _owned(self) -> bool:
-        return self.operation == GATHER
 
     def _conversion(self) -> list[TrialResult]:
         """Nothing is computed: what comes out is what went in, in other words."""

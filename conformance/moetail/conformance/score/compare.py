@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from moetail.conformance.cases import Case
+from moetail.conformance.cases.tensors import tensors_in
 from moetail.conformance.catalogue import VARIANTS, Change
 from moetail.conformance.diagnosis import DEVIATIONS, simulate
 from moetail.conformance.judge import judge
@@ -65,16 +65,6 @@ def ordinary_cases(seed: int = 0) -> list[Case]:
     return made
 
 
-def _outputs(results: Sequence[Any]) -> list[Tensor]:
-    """All output tensors of all ranks."""
-    flat = [value for result in results for value in _parts(result)]
-    return [value for value in flat if isinstance(value, Tensor)]
-
-
-def _parts(result: Any) -> tuple[Any, ...]:
-    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
-
-
 def compare(
     seed: int = 0,
     *,
@@ -98,7 +88,8 @@ def compare(
             if case.operation not in subject.operations:
                 continue
             results = simulate(subject.implementation, case.operation, calls[case])
-            pairs = list(zip(_outputs(results), _outputs(expected[case]), strict=True))
+            both = zip(tensors_in(results), tensors_in(expected[case]), strict=True)
+            pairs = [(got, wanted) for (_, got), (_, wanted) in both]
             for item in CRITERIA:
                 if not all(item.passes(got, wanted) for got, wanted in pairs):
                     passing.discard(item.heading)
