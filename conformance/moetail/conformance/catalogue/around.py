@@ -1,4 +1,4 @@
-"""What behaviours share: a hook around every operation that computes, and arguments by role."""
+"""What behaviours share: a hook around every operation, and arguments by role."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Arguments = dict[str, Any]
 
 
 class Around(Reference):
-    """The reference with :meth:`around` called about every computing operation."""
+    """The reference with :meth:`around` called about every operation that is a function."""
 
     def around(self, name: str, call: Arguments, compute: Callable[[Arguments], Any]) -> Any:
         """``compute(call)`` is what the reference does; ``call`` has every argument by name."""
@@ -39,7 +39,7 @@ def _hooked(name: str) -> Callable[..., Any]:
 
 
 for _item in OPERATIONS:
-    if _item.computes:
+    if inspect.isfunction(getattr(Reference, _item.name)):
         setattr(Around, _item.name, _hooked(_item.name))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moetail.conformance.catalogue.around import Around
 from moetail.conformance.catalogue.change import breaks
 from moetail.reference import Reference
 from moetail.spec import UnfinalizedMoEOutput
@@ -75,106 +76,62 @@ class BareTensorRefused(Reference):
 
 
 @breaks("CONVERT-1")
-class ZeroTokensNotConverted(Reference):
+class ZeroTokensNotConverted(Around):
     """Refuses zero tokens."""
 
-    def _converted_deferred(
-        self, flashinfer_output: Any, num_tokens: int, top_k: int
-    ) -> UnfinalizedMoEOutput:
-        if num_tokens == 0:
-            raise ValueError("num_tokens must be positive")
-        return super()._converted_deferred(flashinfer_output, num_tokens, top_k)
-
-    def route_major_moe_output(
-        self,
-        routes: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-    ) -> UnfinalizedMoEOutput:
-        if topk_ids.shape[0] == 0:
-            raise ValueError("topk_ids must not be empty")
-        return super().route_major_moe_output(routes, topk_weights, topk_ids, expert_map)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        ids = call.get("topk_ids")
+        deferred = ids is None and not call["do_finalize"]
+        if (deferred and call["num_tokens"] == 0) or (ids is not None and not ids.shape[0]):
+            raise ValueError("there must be tokens")
+        return compute(call)
 
 
 @breaks("CONVERT-1", operations=_ROUTE_MAJOR)
-class ThreeDimensionalRoutesRefused(Reference):
+class ThreeDimensionalRoutesRefused(Around):
     """Insists on routes of shape [T * K, H]."""
 
-    def route_major_moe_output(
-        self,
-        routes: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-    ) -> UnfinalizedMoEOutput:
-        if routes.dim() != 2:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        if call["routes"].dim() != 2:
             raise ValueError("routes must be [T * K, H]")
-        return super().route_major_moe_output(routes, topk_weights, topk_ids, expert_map)
+        return compute(call)
 
 
 # --- CONVERT-2: illegal layouts refused -----------------------------------------------------------
 
 
-class Lenient(Reference):
-    """The conversion with its arguments changed first, all of them by name."""
-
-    def convert_flashinfer_moe_output(
-        self,
-        flashinfer_output: Any,
-        *,
-        do_finalize: bool,
-        num_tokens: int,
-        top_k: int,
-        finalized_output: Tensor | None = None,
-    ) -> Tensor | UnfinalizedMoEOutput:
-        call = self.lenient(
-            {
-                "flashinfer_output": flashinfer_output,
-                "do_finalize": do_finalize,
-                "num_tokens": num_tokens,
-                "top_k": top_k,
-                "finalized_output": finalized_output,
-            }
-        )
-        return super().convert_flashinfer_moe_output(**call)
-
-    def lenient(self, call: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
-
-
 @breaks("CONVERT-2", operations=_CONVERT)
-class NegativeTokensAccepted(Lenient):
+class NegativeTokensAccepted(Around):
     """Takes a negative num_tokens for zero."""
 
-    def lenient(self, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if call["num_tokens"] < 0:
             call["num_tokens"] = 0
             if not call["do_finalize"]:
                 rows, weights, index = call["flashinfer_output"]
                 call["flashinfer_output"] = [rows, weights.flatten()[:0], index.flatten()[:0]]
-        return call
+        return compute(call)
 
 
 @breaks("CONVERT-2", operations=_CONVERT)
-class LongListAccepted(Lenient):
+class LongListAccepted(Around):
     """Takes the first of several tensors where the producer finalized."""
 
-    def lenient(self, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         returned = call["flashinfer_output"]
         if call["do_finalize"] and isinstance(returned, (list, tuple)) and returned:
             call["flashinfer_output"] = returned[0]
-        return call
+        return compute(call)
 
 
 @breaks("CONVERT-2", operations=_CONVERT)
-class DestinationIgnoredWhenDeferred(Lenient):
+class DestinationIgnoredWhenDeferred(Around):
     """Ignores a destination that is given without do_finalize."""
 
-    def lenient(self, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if not call["do_finalize"]:
             call["finalized_output"] = None
-        return call
+        return compute(call)
 
 
 @breaks("CONVERT-2", operations=_CONVERT, also=("CONVERT-3",))
@@ -246,17 +203,11 @@ class MapCloned(Deferred):
 
 
 @breaks("CONVERT-3", operations=_ROUTE_MAJOR)
-class RouteMajorCopies(Reference):
+class RouteMajorCopies(Around):
     """Clones rows and weights on the way."""
 
-    def route_major_moe_output(
-        self,
-        routes: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-    ) -> UnfinalizedMoEOutput:
-        made = super().route_major_moe_output(routes, topk_weights, topk_ids, expert_map)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        made = compute(call)
         return replace(
             made,
             gemm2_permuted=made.gemm2_permuted.clone(),
@@ -268,20 +219,20 @@ class RouteMajorCopies(Reference):
 
 
 @breaks("CONVERT-4", operations=_CONVERT)
-class AliasUnchecked(Lenient):
+class AliasUnchecked(Around):
     """Never compares the returned tensor with the destination."""
 
-    def lenient(self, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if call["do_finalize"]:
             call["finalized_output"] = None
-        return call
+        return compute(call)
 
 
 @breaks("CONVERT-4", operations=_CONVERT)
-class AliasByShape(Lenient):
+class AliasByShape(Around):
     """Compares shape, dtype and device with the destination's, but no data pointer."""
 
-    def lenient(self, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         returned, destination = call["flashinfer_output"], call["finalized_output"]
         if isinstance(returned, list) and len(returned) == 1:
             returned = returned[0]
@@ -293,7 +244,7 @@ class AliasByShape(Lenient):
             and returned.dtype == destination.dtype
         ):
             call["finalized_output"] = returned
-        return call
+        return compute(call)
 
 
 @breaks("CONVERT-4", operations=_CONVERT)
@@ -310,17 +261,11 @@ class DestinationCopied(Reference):
 # --- PACK-3: route-major --------------------------------------------------------------------------
 
 
-class RouteMajor(Reference):
+class RouteMajor(Around):
     """The route-major wrapper with its result changed."""
 
-    def route_major_moe_output(
-        self,
-        routes: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        expert_map: Tensor | None,
-    ) -> UnfinalizedMoEOutput:
-        made = super().route_major_moe_output(routes, topk_weights, topk_ids, expert_map)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        made = compute(call)
         return self.changed_output(made)
 
     def changed_output(self, made: UnfinalizedMoEOutput) -> UnfinalizedMoEOutput:

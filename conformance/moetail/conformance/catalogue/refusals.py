@@ -48,21 +48,11 @@ class LargeTopKAccepted(Around):
             return compute(call)
 
 
-class Coercing(Around):
-    """Makes an illegal argument legal and goes on."""
-
-    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
-        return compute(self.coerced(name, call))
-
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
-        raise NotImplementedError
-
-
 @breaks("DOMAIN-1", operations=(FINALIZE, FUSED))
-class LiveBeyondCapacityAccepted(Coercing):
+class LiveBeyondCapacityAccepted(Around):
     """Reads on past the capacity's last slot; here from the first again."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         item = operation(name)
         needed = item.argument(item.counts).of(call).shape[0]
         if item.shape("rows")[0] == "slots * K":
@@ -72,82 +62,84 @@ class LiveBeyondCapacityAccepted(Coercing):
             kept = rows.shape[0]
             return rows[torch.arange(needed) % kept] if 0 < kept < needed else rows
 
-        return with_tensor(name, call, "rows", enough)
+        return compute(with_tensor(name, call, "rows", enough))
 
 
 @breaks("DOMAIN-1", operations=(FINALIZE, FUSED, MOE_OUTPUT))
-class RowsOfAnyDtype(Coercing):
+class RowsOfAnyDtype(Around):
     """Casts rows of another dtype to BF16."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
-        return with_rows(name, call, Tensor.bfloat16)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(with_rows(name, call, Tensor.bfloat16))
 
 
 @breaks("DOMAIN-1", operations=(FINALIZE, FUSED))
-class WeightsOfAnyDtype(Coercing):
+class WeightsOfAnyDtype(Around):
     """Casts the Beam operations' routing weights to FP32."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
-        return with_tensor(name, call, "weights", Tensor.float)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(with_tensor(name, call, "weights", Tensor.float))
 
 
 @breaks("DOMAIN-1", operations=_TAILS)
-class ResidualOfAnyDtype(Coercing):
+class ResidualOfAnyDtype(Around):
     """Casts the residual to BF16."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
-        return with_tensor(name, call, "residual", Tensor.bfloat16)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        return compute(with_tensor(name, call, "residual", Tensor.bfloat16))
 
 
 @breaks("DOMAIN-1", operations=(FINALIZE, *_TAILS))
-class NormWeightWithoutEpsAccepted(Coercing):
+class NormWeightWithoutEpsAccepted(Around):
     """Ignores a norm weight that comes without an eps."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         for norm in ("post", "next"):
             if call.get(f"{norm}_eps", 0.0) is None:
                 call[f"{norm}_weight"] = None
-        return call
+        return compute(call)
 
 
 @breaks("DOMAIN-1", operations=(FUSED, GATHER))
-class UnknownStrategyAccepted(Coercing):
+class UnknownStrategyAccepted(Around):
     """Takes an unknown strategy for the default."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if call["strategy"] not in operation(name).strategies:
             call["strategy"] = None
-        return call
+        return compute(call)
 
 
 @breaks("DOMAIN-1", operations=(GATHER,))
 class UnknownStrategyAcceptedForZeroTokens(UnknownStrategyAccepted):
     """Returns early when there are no tokens, before it has looked at the strategy."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
-        return call if call["residual"].shape[0] else super().coerced(name, call)
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
+        if call["residual"].shape[0]:
+            return compute(call)
+        return super().around(name, call, compute)
 
 
 @breaks("DOMAIN-1", operations=(GATHER, ALLREDUCE))
-class TooManyTokensAccepted(Coercing):
+class TooManyTokensAccepted(Around):
     """Takes more tokens than the workspace has room for."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if call["residual"].shape[0] > call["workspace"].max_tokens:
             call["workspace"] = replace(call["workspace"], max_tokens=call["residual"].shape[0])
-        return call
+        return compute(call)
 
 
 @breaks("DOMAIN-1", operations=(GATHER, ALLREDUCE))
-class OtherHiddenAccepted(Coercing):
+class OtherHiddenAccepted(Around):
     """Takes rows of another H than the workspace was made for."""
 
-    def coerced(self, name: str, call: dict[str, Any]) -> dict[str, Any]:
+    def around(self, name: str, call: dict[str, Any], compute: Any) -> Any:
         if call["residual"].dim() == 2:
             width = call["residual"].shape[1]
             if width != call["workspace"].hidden_size:
                 call["workspace"] = replace(call["workspace"], hidden_size=width)
-        return call
+        return compute(call)
 
 
 @breaks("DOMAIN-1", operations=(WORKSPACE,))
