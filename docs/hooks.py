@@ -76,21 +76,15 @@ def _source(made: Any) -> str:
     return inspect.cleandoc(inspect.getsource(made)) + "\n"
 
 
-_STAGES = (
-    "admit_reduction",
-    "admit_round",
-    "admit_scale",
-    "admit_shared",
-    "admit_rank_sum",
-    "admit_residual",
-)
 # The judge's modules, in the order of its proof, with what in them is read too.
 _JUDGE: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("rounding", "Rounding", ("round_bf16",)),
-    ("admissible", "Sets of values", ("Admissible", "flushed")),
+    ("admissible", "Sets of values", ("Admissible", "rounded", "part_of", "flushed")),
     ("summation", "Sums in any order", ("error_bound",)),
-    ("stages", "The stages", _STAGES),
-    ("norm", "The norms", ("admit_norm",)),
+    ("elementwise", "Two values", ("multiply", "add")),
+    ("reduction", "Routes and ranks", ("weighted_sum", "sum_ranks")),
+    ("norm", "The norms", ("inverse_rms", "affine")),
+    ("program", "The steps of a contract", ()),
 )
 
 

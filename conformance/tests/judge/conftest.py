@@ -10,9 +10,19 @@ from itertools import combinations
 
 import pytest
 
+from moetail.spec import Rounding
+
 TINY = 2.0**-126
 INF = math.inf
 NAN = math.nan
+
+# Bits of the significand, exponent of the smallest normal number, largest number.
+FORMATS = {
+    "bf16": (8, -126, (2 - 2.0**-7) * 2.0**127),
+    "fp16": (11, -14, 65504.0),
+    "tf32": (11, -126, (2 - 2.0**-10) * 2.0**127),
+    "fp32": (24, -126, (2 - 2.0**-23) * 2.0**127),
+}
 
 
 @lru_cache(maxsize=1 << 18)
@@ -46,6 +56,41 @@ class Exact:
         if isinstance(value, float) and not math.isfinite(value):
             return value
         return nearest(Fraction(value), 8)
+
+    @staticmethod
+    def into(value: float, format: str, mode: str = "nearest-even") -> float:
+        """A value rounded into a format: by its mode between the two numbers around it."""
+        bits, least, largest = FORMATS[format]
+        if not math.isfinite(value) or value == 0:
+            return value
+        quantum = Fraction(2) ** (max(math.frexp(value)[1] - 1, least) - (bits - 1))
+        below = math.floor(Fraction(value) / quantum)
+        rest = Fraction(value) / quantum - below
+        even = below if below % 2 == 0 else below + 1
+        odd = below if below % 2 else below + 1
+        inward = below if value > 0 else below + 1
+        at_tie = {
+            "nearest-even": even,
+            "half-away": 2 * below + 1 - inward,
+            "half-down": inward,
+            "half-up": below + 1,
+        }
+        if rest == 0:
+            steps = below
+        elif mode in at_tie:
+            steps = at_tie[mode] if 2 * rest == 1 else below + (2 * rest > 1)
+        else:
+            steps = {"toward-zero": inward, "up": below + 1, "down": below, "odd": odd}[mode]
+        result = float(steps * quantum)
+        return result if abs(result) <= largest else math.copysign(INF, value)
+
+    @classmethod
+    def choices(cls, value: float, rounding: Rounding) -> set[float]:
+        """What a rounding may make of an FP32 value: of a dithered one either neighbour."""
+        if rounding.through:
+            value = cls.into(value, rounding.through)
+        modes = ("down", "up") if rounding.mode == "dither" else (rounding.mode,)
+        return {cls.into(value, rounding.format, mode) for mode in modes}
 
     @staticmethod
     def flush(value: float) -> float:

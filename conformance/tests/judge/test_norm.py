@@ -8,7 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetail.conformance.judge import Admissible, admit_norm
+from moetail.conformance.judge import Admissible, affine, inverse_rms, rounded
+
+
+def norm(s, weight, eps):
+    return rounded(affine(s, inverse_rms(s, eps), weight))
+
 
 TINY = np.float32(2.0**-126)
 SLACK = 2.0**-16
@@ -81,7 +86,7 @@ def within_contract(s, eps):
     return [np.float32(true), high, low]
 
 
-def rounded(values):
+def nearest(values):
     return torch.from_numpy(np.array(values, dtype=np.float32)).bfloat16()
 
 
@@ -135,11 +140,11 @@ ORDINARY = rows(st.integers(-8, 8), st.integers(-2, 2))
 def test_every_evaluation_is_admitted(case, ftz):
     s, weight, eps = case
     row, w = tensors(s, weight)
-    n = admit_norm(Admissible.of(row), w, eps)
+    n = norm(Admissible.of(row), w, eps)
     with np.errstate(all="ignore"):
         for inverse in (*inverses(s, eps, ftz), *within_contract(s, eps)):
             for result in products(s, inverse, weight, ftz):
-                got = rounded(result).view(1, -1)
+                got = nearest(result).view(1, -1)
                 fits = n.admits(got)
                 assert bool(fits.all()), (s, weight, eps, got, n.lo, n.hi, n.free)
 
@@ -153,7 +158,7 @@ def test_sets_are_narrow(exact, case):
     if not np.any(s) and eps < 1e-30:
         return
     row, w = tensors(s, weight)
-    n = admit_norm(Admissible.of(row), w, eps)
+    n = norm(Admissible.of(row), w, eps)
     assert n.nan is None
     value = math.fsum(float(v) * float(v) for v in s) / len(s) + float(np.float32(eps))
     if value < 2.0**-60:
@@ -175,14 +180,14 @@ def test_every_evaluation_of_long_rows_is_admitted():
 
     for size in (256, 2048, *[8192] * 12):
         s, weight = normal(size), normal(size)
-        n = admit_norm(Admissible.of(s.view(1, -1)), weight, 1e-6)
+        n = norm(Admissible.of(s.view(1, -1)), weight, 1e-6)
         assert n.nan is None
         assert n.free is None
         wide = s.float().numpy()
         w = weight.float().numpy()
         for inverse in within_contract(wide, 1e-6):
             for result in products(wide, inverse, w, False):
-                assert bool(n.admits(rounded(result).view(1, -1)).all())
+                assert bool(n.admits(nearest(result).view(1, -1)).all())
         # One step off is refused wherever the set is a point.
         point = n.lo == n.hi
         assert point.double().mean() > 0.99
@@ -212,7 +217,7 @@ def test_inverse_off_by_more_than_the_slack_is_refused():
     generator = torch.Generator().manual_seed(11)
     s = torch.randn(4, 8192, generator=generator).bfloat16()
     weight = torch.randn(8192, generator=generator).bfloat16()
-    n = admit_norm(Admissible.of(s), weight, 1e-6)
+    n = norm(Admissible.of(s), weight, 1e-6)
     inverse = 1 / (s.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
     exact = s.double() * weight.double() * inverse
     for factor in (1 + 2.0**-14, 1 - 2.0**-14):
@@ -224,18 +229,18 @@ def test_sign_rows_are_exact():
     """Rows of +-1 without eps: the inverse is 1, and n is the weight itself."""
     s = torch.tensor([[1.0, -1.0, 1.0, -1.0]], dtype=torch.bfloat16)
     weight = torch.tensor([0.5, 1.0078125, -3.0, 0.0], dtype=torch.bfloat16)
-    n = admit_norm(Admissible.of(s), weight, 0.0)
+    n = norm(Admissible.of(s), weight, 0.0)
     assert n.lo.tolist() == n.hi.tolist() == [[0.5, -1.0078125, -3.0, 0.0]]
 
 
 def norm_of(values, weight=None, eps=1e-6):
     w = None if weight is None else torch.tensor(weight, dtype=torch.bfloat16)
-    return admit_norm(Admissible.of(torch.tensor([values], dtype=torch.bfloat16)), w, eps)
+    return norm(Admissible.of(torch.tensor([values], dtype=torch.bfloat16)), w, eps)
 
 
 def test_nan_fills_its_row_only():
     s = torch.tensor([[1.0, math.nan, 0.0], [1.0, 1.0, 1.0]], dtype=torch.bfloat16)
-    n = admit_norm(Admissible.of(s), None, 0.0)
+    n = norm(Admissible.of(s), None, 0.0)
     assert n.nan.tolist() == [[True] * 3, [False] * 3]
     assert n.lo[1].tolist() == [1.0] * 3
 
@@ -298,7 +303,7 @@ def test_uncertain_elements_make_their_row_free(free):
     lo = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
     mask = torch.tensor([[True, False]]) if free else None
     hi = lo if free else torch.tensor([[math.inf, 2.0]], dtype=torch.float64)
-    n = admit_norm(Admissible(lo, hi, None, mask), None, 1e-6)
+    n = norm(Admissible(lo, hi, None, mask), None, 1e-6)
     assert n.free.tolist() == [[True, True]]
 
 
@@ -310,11 +315,11 @@ def test_intervals_contain_their_points(case, data):
     row, w = tensors(s, weight)
     lo = row.double()
     up = torch.nextafter(row, torch.tensor(math.inf, dtype=torch.bfloat16)).double()
-    wide = admit_norm(Admissible(lo, up), w, eps)
+    wide = norm(Admissible(lo, up), w, eps)
     for _ in range(3):
         picks = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(s), max_size=len(s)))])
         member = torch.where(picks, up, lo)
-        inner = admit_norm(Admissible.of(member.bfloat16()), w, eps)
+        inner = norm(Admissible.of(member.bfloat16()), w, eps)
         if wide.free is not None or inner.free is not None or inner.nan is not None:
             continue
         assert bool((wide.lo <= inner.lo).all())

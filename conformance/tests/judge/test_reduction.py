@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetail.conformance.judge import admit_reduction, admit_round
-from moetail.conformance.judge.summation import _sum_to_odd
+from moetail.conformance.judge import rounded, weighted_sum
+from moetail.conformance.judge.rounding import sum_to_odd
 
 FP32_OVERFLOW = 2.0**128 - 2.0**103
 
@@ -102,7 +102,7 @@ def admitted(pairs):
     weights = torch.tensor([[w for w, _ in pairs]], dtype=torch.float32)
     assert rows.flatten().tolist() == [x for _, x in pairs]
     assert weights.flatten().tolist() == [w for w, _ in pairs]
-    return admit_reduction(rows, weights, None)
+    return weighted_sum(rows, weights, None)
 
 
 def is_free(a):
@@ -113,9 +113,9 @@ def assert_admitted(pairs, reached):
     a = admitted(pairs)
     values = torch.tensor(sorted(reached), dtype=torch.float64)
     assert bool(a.admits(values.view(-1, 1)).all()), (a.lo.item(), a.hi.item(), sorted(reached))
-    r = admit_round(a)
-    rounded = values.float().bfloat16()
-    assert bool(r.admits(rounded.view(-1, 1)).all()), (r.lo.item(), r.hi.item(), sorted(reached))
+    r = rounded(a)
+    nearest = values.float().bfloat16()
+    assert bool(r.admits(nearest.view(-1, 1)).all()), (r.lo.item(), r.hi.item(), sorted(reached))
 
 
 SOURCES = st.one_of(ordinary(), ties(), cancelling(), subnormal(), huge(), any_bits())
@@ -170,7 +170,7 @@ def test_no_more_than_one_neighbour_is_added(exact, pairs):
     """The set ends at most one BF16 value beyond what orders, or an exact sum, reach."""
     reached = exact.sums(pairs)
     reached.add(exact.nearest(sum(Fraction(w) * Fraction(x) for w, x in pairs), 24))
-    r = admit_round(admitted(pairs))
+    r = rounded(admitted(pairs))
     below, above = neighbours(exact.bf16(min(reached)), exact.bf16(max(reached)))
     assert below <= r.lo.item()
     assert r.hi.item() <= above
@@ -180,7 +180,7 @@ def test_no_more_than_one_neighbour_is_added(exact, pairs):
 @given(pairs=subnormal(most=2))
 def test_underflow_adds_no_more_than_flushing_reaches(exact, pairs):
     reached = exact.sums(pairs, underflow="mixed")
-    r = admit_round(admitted(pairs))
+    r = rounded(admitted(pairs))
     below, above = neighbours(exact.bf16(min(reached)), exact.bf16(max(reached)))
     # What is read as zero, or stored, may be anything between the value and zero.
     quantum = 2.0**-133
@@ -203,7 +203,7 @@ def test_overflow_adds_no_class(exact, pairs):
     if not is_free(a):
         assert a.hi.item() < math.inf or positive >= near
         assert a.lo.item() > -math.inf or negative >= near
-        r = admit_round(a)
+        r = rounded(a)
         below, above = neighbours(*(exact.bf16(end(exact.sums(pairs))) for end in (min, max)))
         assert below <= r.lo.item()
         assert r.hi.item() <= above
@@ -212,7 +212,7 @@ def test_overflow_adds_no_class(exact, pairs):
 @settings(max_examples=100, deadline=None)
 @given(pairs=ties())
 def test_exact_grids_are_points(exact, pairs):
-    a = admit_round(admitted(pairs))
+    a = rounded(admitted(pairs))
     total = sum(Fraction(w) * Fraction(x) for w, x in pairs)
     assert a.lo.item() == a.hi.item() == exact.bf16(total)
 
@@ -222,7 +222,7 @@ def test_exact_grids_of_many_routes_are_points(routes):
     generator = torch.Generator().manual_seed(routes)
     rows = torch.randint(-127, 128, (4, routes, 256), generator=generator).bfloat16()
     weights = torch.randint(1, 17, (4, routes), generator=generator).float() / 16
-    a = admit_round(admit_reduction(rows, weights, None))
+    a = rounded(weighted_sum(rows, weights, None))
     total = (rows.double() * weights.double().unsqueeze(-1)).sum(1)
     assert torch.equal(a.lo, a.hi)
     assert torch.equal(a.lo, total.float().bfloat16().double())
@@ -234,7 +234,7 @@ def test_one_route_is_one_rounded_product():
     generator = torch.Generator().manual_seed(5)
     rows = torch.randn(64, 1, 512, generator=generator).bfloat16()
     weights = torch.rand(64, 1, generator=generator)
-    r = admit_round(admit_reduction(rows, weights, None))
+    r = rounded(weighted_sum(rows, weights, None))
     expected = (rows.float() * weights.unsqueeze(-1)).squeeze(1).bfloat16().double()
     assert torch.equal(r.lo, expected)
     assert torch.equal(r.hi, expected)
@@ -252,7 +252,7 @@ def test_sampled_orders_of_many_routes_are_admitted(routes, dtype, spread):
     rows[:, -1] = -rows[:, 0]  # cancellation
     weights = torch.rand(tokens, routes, generator=generator).to(dtype)
     weights[:, -1] = weights[:, 0]
-    a = admit_reduction(rows, weights, None)
+    a = weighted_sum(rows, weights, None)
     products = rows.float() * weights.float().unsqueeze(-1)
 
     def sequential(order):
@@ -277,7 +277,7 @@ def test_sampled_orders_of_many_routes_are_admitted(routes, dtype, spread):
             sequential(order[:half]) + sequential(order[half:]),
         ):
             assert bool(a.admits(total).all())
-            assert bool(admit_round(a).admits(total.bfloat16()).all())
+            assert bool(rounded(a).admits(total.bfloat16()).all())
 
 
 def test_gradual_products_round_up():
@@ -289,11 +289,11 @@ def test_dead_routes_are_not_read():
     rows = torch.tensor([[1.0, 2.0], [math.nan, math.inf], [3.0, -1.0]], dtype=torch.bfloat16)
     weights = torch.tensor([[0.5, math.nan, 0.25], [math.inf, math.nan, -math.inf]])
     index = torch.tensor([[0, -1, 2], [-1, -1, -1]], dtype=torch.int32)
-    a = admit_reduction(rows, weights, index)
+    a = weighted_sum(rows, weights, index)
     assert a.nan is None
     assert a.free is None
     assert a.lo[1].tolist() == a.hi[1].tolist() == [0.0, 0.0]
-    r = admit_round(a)
+    r = rounded(a)
     assert r.lo.tolist() == r.hi.tolist() == [[1.25, 0.75], [0.0, 0.0]]
 
 
@@ -329,7 +329,7 @@ def test_classes(exact, pairs, expected):
         assert bool(a.free)
     else:
         lo, hi = expected if isinstance(expected, tuple) else (expected, expected)
-        r = admit_round(a)
+        r = rounded(a)
         assert r.nan is None
         assert r.free is None
         assert (r.lo.item(), r.hi.item()) == (lo, hi)
@@ -346,7 +346,7 @@ def test_classes(exact, pairs, expected):
 
 def admitted_any(pairs):
     rows = torch.tensor([[[x] for _, x in pairs]], dtype=torch.bfloat16)
-    return admit_reduction(rows, torch.tensor([[w for w, _ in pairs]]), None)
+    return weighted_sum(rows, torch.tensor([[w for w, _ in pairs]]), None)
 
 
 @settings(max_examples=200, deadline=None)
@@ -361,7 +361,7 @@ def test_fma_is_exact(exact, accumulator, low, exponent, side):
     that power is, float64 loses what decides the tie."""
     weight = -(-(1 << 31) // low)  # the product is 2^31 and a little
     pair = (math.ldexp(weight, exponent - 23), side * low / 128)
-    total = _sum_to_odd(
+    total = sum_to_odd(
         torch.tensor([accumulator], dtype=torch.float64),
         torch.tensor([pair[0] * pair[1]], dtype=torch.float64),
     )
@@ -371,7 +371,7 @@ def test_fma_is_exact(exact, accumulator, low, exponent, side):
 def test_fma_at_a_tie(exact):
     weight = ((1 << 31) + 2) // 205
     pair = (math.ldexp(weight, -48), 205 / 128)  # 2^-24 * (1 + 2^-30)
-    total = _sum_to_odd(
+    total = sum_to_odd(
         torch.ones(1, dtype=torch.float64),
         torch.tensor([pair[0] * pair[1]], dtype=torch.float64),
     )

@@ -1,14 +1,17 @@
-"""round_bf16 against integers only."""
+"""Rounding against integers only."""
 
 import math
 from fractions import Fraction
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moetail.conformance.judge import round_bf16
+from moetail.conformance.judge.rounding import least, round_to
+from moetail.spec.contract import FORMATS, MODES
 
 
 def integer_rounding(bits: np.ndarray) -> np.ndarray:
@@ -90,3 +93,47 @@ def test_any_layout():
     values = torch.randn(6, 8, dtype=torch.float64)
     assert torch.equal(round_bf16(values.T), round_bf16(values).T)
     assert round_bf16(torch.empty(0, 4, dtype=torch.float64)).shape == (0, 4)
+
+
+NUMBERS = st.one_of(
+    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(-70000, 70000, width=32),
+    st.builds(lambda m, e: math.ldexp(m, e), st.integers(-(2**13), 2**13), st.integers(-149, 110)),
+)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mode", [*(mode for mode in MODES if mode != "dither"), "down"])
+@settings(max_examples=50, deadline=None)
+@given(values=st.lists(NUMBERS, min_size=1, max_size=20))
+def test_every_mode_into_every_format(exact, format, mode, values):
+    if format == "fp16" and mode != "nearest-even":
+        values = [value for value in values if abs(value) < 65000] or [1.0]
+    got = round_to(torch.tensor(values, dtype=torch.float64), format, mode)
+    assert got.double().tolist() == [exact.into(value, format, mode) for value in values]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("mode", ["half-away", "toward-zero", "odd"])
+def test_what_is_not_finite_stays(format, mode):
+    got = round_to(torch.tensor([math.inf, -math.inf, math.nan], dtype=torch.float64), format, mode)
+    assert got[:2].tolist() == [math.inf, -math.inf]
+    assert bool(got[2].isnan())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str
+)
+def test_least_magnitude(dtype):
+    def of(*values):
+        return least(torch.tensor(values, dtype=dtype))
+
+    assert of(3.0, -0.5, 0.0, -0.0) == 0.5
+    assert of(0.0, -0.0) == math.inf
+    assert of() == math.inf
+    assert of(math.nan, -math.inf) == math.inf
+    assert of(math.nan, 2.0, math.inf) == 2.0
+    tiny = torch.tensor(2.0**-24, dtype=dtype)
+    assert of(-tiny.item(), 1.0) == 2.0**-24
+    if dtype is not torch.float16:
+        assert of(1.0, -(2.0**-133)) == 2.0**-133

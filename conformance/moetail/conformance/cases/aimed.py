@@ -31,7 +31,6 @@ from moetail.conformance.cases.arithmetic import (
     generator,
     integers,
     signs,
-    to_bf16,
     uniform,
 )
 from moetail.conformance.cases.case import Case
@@ -39,6 +38,7 @@ from moetail.conformance.cases.problem import Problem, Routing
 from moetail.conformance.cases.routing import holed_routing, home_routing, spread_routing
 from moetail.conformance.cases.source import Source
 from moetail.conformance.cases.values import Draws
+from moetail.conformance.judge.rounding import round_bf16
 from moetail.spec import operation
 
 __all__ = ["AIMED", "aimed_cases"]
@@ -169,15 +169,15 @@ def _problem(
     zero_shared = torch.zeros(draws.shared_shape, dtype=torch.float64)
     return Problem(
         routing=routing,
-        rows=to_bf16(rows),
+        rows=round_bf16(rows),
         weights=weights.to(torch.float32),
-        finalized=to_bf16(finalized),
-        residual=to_bf16(
+        finalized=round_bf16(finalized),
+        residual=round_bf16(
             zero_residual if residual is None or not zero_residual.numel() else residual
         ),
-        post_weight=to_bf16(_power_weights(case, gen)),
-        next_weight=to_bf16(_power_weights(case, gen)),
-        shared=to_bf16(zero_shared if shared is None or not zero_shared.numel() else shared),
+        post_weight=round_bf16(_power_weights(case, gen)),
+        next_weight=round_bf16(_power_weights(case, gen)),
+        shared=round_bf16(zero_shared if shared is None or not zero_shared.numel() else shared),
     )
 
 
@@ -545,7 +545,7 @@ def _norm_rows(
         large.scatter_(1, at[:, turn : turn + 1], size * sign)
         value.scatter_(1, at[:, turn : turn + 1], part * sign)
     made = _deliver_norm(case, large, small, value, spread=spread)
-    setattr(made, f"{_site(case)}_weight", to_bf16(seen))
+    setattr(made, f"{_site(case)}_weight", round_bf16(seen))
     return made
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+from moetail.conformance.judge.rounding import round_bf16
 
 __all__ = [
     "bf16",
@@ -16,59 +17,18 @@ __all__ = [
     "integers",
     "signs",
     "stable_seed",
-    "to_bf16",
     "uniform",
 ]
 
-_DROPPED = 52 - 7  # bits of float64's mantissa that BF16's lacks
-_MIN_NORMAL = 2.0**-126
-_QUANTUM = 2.0**-133  # between BF16's subnormals
-_PIECE = 1 << 16  # elements whose intermediates stay in a cache
-
 
 def bf16(values: Tensor) -> Tensor:
-    """RN of float64 values into BF16's grid, still float64.
-
-    torch casts float64 to BF16 through FP32, which rounds twice; this rounds once. What is past
-    BF16's largest number stays finite: the exponent is float64's.
-    """
-    return _by_pieces(_rounded, values, torch.float64)
-
-
-def _rounded(values: Tensor) -> Tensor:
-    bits = values.view(torch.int64)
-    last = (bits >> _DROPPED) & 1  # of a tie, the even one: a carry where the last kept bit is set
-    carried = (bits + last).add_((1 << (_DROPPED - 1)) - 1)
-    rounded = carried.bitwise_and_(-1 << _DROPPED).view(torch.float64)
-    magnitude = values.abs()
-    subnormal, special = magnitude < _MIN_NORMAL, ~(magnitude < torch.inf)
-    if bool(subnormal.any()):
-        # Scaling is exact, and torch rounds halves to even.
-        rounded[subnormal] = torch.round(values[subnormal] / _QUANTUM) * _QUANTUM
-    if bool(special.any()):
-        rounded[special] = values[special]
-    return rounded
-
-
-def _by_pieces(function: Callable[[Tensor], Tensor], values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``function`` of every element: what large tensors take is mostly the way to memory."""
-    made = torch.empty(values.shape, dtype=dtype)
-    flat, places = values.contiguous().view(-1), made.view(-1)
-    for at in range(0, flat.numel(), _PIECE):
-        places[at : at + _PIECE] = function(flat[at : at + _PIECE])
-    return made
+    """RN of float64 values into BF16, still float64."""
+    return round_bf16(values).to(torch.float64)
 
 
 def fp32(values: Tensor) -> Tensor:
     """RN of float64 values into FP32, still float64."""
     return values.to(torch.float32).to(torch.float64)
-
-
-def to_bf16(values: Tensor) -> Tensor:
-    """float64 or FP32 values as a BF16 tensor, rounded once."""
-    if values.dtype is torch.float32:
-        return values.to(torch.bfloat16)
-    return _by_pieces(_rounded, values, torch.bfloat16)
 
 
 def stable_seed(*parts: object) -> int:

@@ -17,7 +17,6 @@ from moetail.conformance.cases.arithmetic import (
     generator,
     integers,
     signs,
-    to_bf16,
     uniform,
 )
 from moetail.conformance.cases.case import Case
@@ -27,6 +26,7 @@ from moetail.conformance.cases.problem import Problem, Routing
 from moetail.conformance.cases.routing import expert_owners
 from moetail.conformance.cases.source import SOURCES, Source
 from moetail.conformance.cases.values import Draws
+from moetail.conformance.judge.rounding import round_bf16
 
 __all__ = ["SOURCES"]
 
@@ -67,7 +67,7 @@ def _grid(case: Case) -> Problem:
     made = Draws(case).problem(shape, weights=weights)
     for name in ("post_weight", "next_weight"):
         power = 2.0 ** integers(-1, 1, (case.hidden,), gen)
-        setattr(made, name, to_bf16(power * signs((case.hidden,), gen)))
+        setattr(made, name, round_bf16(power * signs((case.hidden,), gen)))
     return made
 
 
@@ -90,7 +90,7 @@ def _cancel(case: Case) -> Problem:
             total = made.finalized.double().sum(0)
         x_scale, r_scale = case.scales or (1.0, 1.0)
         small = 1.0 + 2.0 ** integers(-9, -5, tuple(total.shape), noise)
-        made.residual = to_bf16(-total * small * x_scale / (r_scale or 1.0))
+        made.residual = round_bf16(-total * small * x_scale / (r_scale or 1.0))
     return made
 
 
@@ -107,7 +107,7 @@ def _scaled(low: float, high: float) -> Callable[[Case], Problem]:
         made = Draws(case).problem(shape)
         if high - low > 16:  # wider than FP16: norm weights, too
             for name in ("post_weight", "next_weight"):
-                setattr(made, name, to_bf16(shape(name, getattr(made, name).double())))
+                setattr(made, name, round_bf16(shape(name, getattr(made, name).double())))
         return made
 
     return make

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moetail.conformance.cases.arithmetic import generator, to_bf16, uniform
+from moetail.conformance.cases.arithmetic import generator, uniform
 from moetail.conformance.cases.case import Case
 from moetail.conformance.cases.problem import Problem, Routing
 from moetail.conformance.cases.routing import random_routing
+from moetail.conformance.judge.rounding import round_bf16
 
 __all__ = ["Draws"]
 
@@ -81,11 +82,11 @@ class Draws:
             weights = self.weights()
         return Problem(
             routing=random_routing(self.case) if routing is None else routing,
-            rows=to_bf16(rows),
+            rows=round_bf16(rows),
             weights=weights.to(torch.float32),
-            finalized=to_bf16(drawn["finalized"]),
-            residual=to_bf16(drawn["residual"]),
-            post_weight=to_bf16(self.norm_weight("post")),
-            next_weight=to_bf16(self.norm_weight("next")),
-            shared=to_bf16(drawn["shared"]),
+            finalized=round_bf16(drawn["finalized"]),
+            residual=round_bf16(drawn["residual"]),
+            post_weight=round_bf16(self.norm_weight("post")),
+            next_weight=round_bf16(self.norm_weight("next")),
+            shared=round_bf16(drawn["shared"]),
         )

@@ -6,23 +6,26 @@ sums, FMA or not, flush-to-zero or not, an inverse RMS within its permitted 2^-1
 outside its set is wrong, whoever computed it; one inside is accepted. The modules give the proof,
 each for its part, in this order:
 
-    rounding    RN into BF16 and FP32; monotone, so sets are followed by their endpoints
-    admissible  the set: an interval, NaN, or free (not judged)
-    summation   FP32 sums in any order: three bounds, the last of them exact
-    stages      reduce, round, scale, shared, all-reduce, residual
-    norm        post and next
-    operations  which stages an operation chains
-    verdict     what is reported
+    rounding     into the formats of a contract; monotone, so sets are followed by their endpoints
+    admissible   the set: an interval, NaN, or free (not judged); its rounding
+    summation    FP32 sums in any order: three bounds, the last of them exact
+    elementwise  products and sums of two values, with FMA or without
+    reduction    the sums over routes and over ranks
+    norm         the inverse RMS of a row, and the elements
+    program      the steps of a contract, in order
+    verdict      what is reported
 
 Errors are not counted twice: ``normalized`` is judged from the implementation's own ``hidden``.
+All this is for any contract whose steps are known; unless another is named it is Beam's.
 
 Not judged, and counted as such: an element that some legal evaluations make NaN and others do not
 (orders that overflow both ways, a subnormal times infinity), and a row whose norm depends on such
 an element, or on one that may be infinite, or whose mean square may be flushed to zero.
 Accepted though perhaps not reachable: values strictly inside an interval; what bound 1 of
-``summation`` admits beyond the reach of orders, where more than eight terms cancel; and elements of
-a row that no single inverse RMS explains together, each being judged by itself. That ranks agree
-bit for bit is not arithmetic, and not looked at here.
+``summation`` admits beyond the reach of orders, where more than eight terms cancel, or where a
+contract rounds the sum only after more has happened to it; and elements of a row that no single
+inverse RMS explains together, each being judged by itself. That ranks agree bit for bit is not
+arithmetic, and not looked at here.
 """
 
 from __future__ import annotations
@@ -33,33 +36,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moetail.conformance.judge.admissible import Admissible
-from moetail.conformance.judge.norm import admit_norm
-from moetail.conformance.judge.operations import OPERATIONS, SEVERAL_RANKS, Chain
+from moetail.conformance.judge.admissible import Admissible, rounded
+from moetail.conformance.judge.elementwise import add, multiply
+from moetail.conformance.judge.norm import affine, inverse_rms
+from moetail.conformance.judge.program import Program
+from moetail.conformance.judge.reduction import sum_ranks, weighted_sum
 from moetail.conformance.judge.rounding import round_bf16
-from moetail.conformance.judge.stages import (
-    admit_rank_sum,
-    admit_reduction,
-    admit_residual,
-    admit_round,
-    admit_scale,
-    admit_shared,
-)
 from moetail.conformance.judge.verdict import OutputVerdict, Verdict
+from moetail.spec import BEAM, OPERATIONS, Contract, Operation
+from moetail.spec.operations import operation as find_operation
 
 __all__ = [
     "Admissible",
     "OutputVerdict",
     "Verdict",
-    "admit_norm",
-    "admit_rank_sum",
-    "admit_reduction",
-    "admit_residual",
-    "admit_round",
-    "admit_scale",
-    "admit_shared",
+    "add",
+    "affine",
+    "inverse_rms",
     "judge",
+    "multiply",
     "round_bf16",
+    "rounded",
+    "sum_ranks",
+    "weighted_sum",
 ]
 
 CHUNK_TERMS = 1 << 22
@@ -67,61 +66,54 @@ CHUNK_TERMS = 1 << 22
 
 
 def judge(
-    operation: str,
+    operation: str | Operation,
     calls: Sequence[Mapping[str, Any]],
     results: Sequence[Any],
     *,
+    contract: Contract = BEAM,
     chunk_terms: int = CHUNK_TERMS,
 ) -> Verdict:
     """Judges what an operation returned.
 
     Args:
-        operation: its name in the API. The two that only rearrange tensors have no arithmetic to
-            judge, and are a ValueError here.
+        operation: one of the API, or its name. Those that only rearrange tensors have no arithmetic
+            to judge, and are a ValueError here.
         calls: each rank's arguments by name, with the values they had before the call. Defaults
             may be left out; ``workspace`` and ``strategy`` are not looked at; of
             ``beam_moe_finalize``'s ``output`` only the shape is.
         results: what each rank returned.
+        contract: whose arithmetic is due. A ValueError names the step of which no sets are known.
         chunk_terms: bounds the memory; it changes no verdict.
     """
-    if operation not in OPERATIONS:
-        raise ValueError(f"{operation!r} is not judged by its arithmetic: {', '.join(OPERATIONS)}")
+    item = find_operation(operation)
+    if not item.computes:
+        computing = ", ".join(other.name for other in OPERATIONS if other.computes)
+        raise ValueError(f"{item.name!r} is not judged by its arithmetic: {computing}")
     if not calls or len(calls) != len(results):
         raise ValueError(f"{len(calls)} calls and {len(results)} results: expected one a rank")
-    if len(calls) > 1 and operation not in SEVERAL_RANKS:
-        raise ValueError(f"{operation} runs on one rank: {len(calls)} calls were given")
-    chain = OPERATIONS[operation](calls)
-    outputs = [_outputs(chain, rank, result) for rank, result in enumerate(results)]
-    tokens = chain.shape[0]
-    step = max(1, chunk_terms // max(1, chain.terms))
+    if len(calls) > 1 and not item.distributed:
+        raise ValueError(f"{item.name} runs on one rank: {len(calls)} calls were given")
+    program = Program(contract, item, calls)
+    outputs = [_outputs(program, rank, result) for rank, result in enumerate(results)]
+    tokens = program.shape[0]
+    step = max(1, chunk_terms // max(1, program.terms))
     for start in range(0, tokens, step):
         stop = min(start + step, tokens)
-        sets = chain.admit(start, stop)
-        for rank, admissible in enumerate(sets):
-            first = outputs[rank][0]
+        values = program.values(start, stop)
+        for rank, mine in enumerate(outputs):
             # Replicas are alike, as a rule: the same bits for the same sets are looked at once.
-            before = outputs[rank - 1] if rank and admissible is sets[rank - 1] else None
-            if before is not None and not first.repeats(before[0], start, stop):
-                before = None
-            if before is None:
-                first.compare(admissible, start, stop)
-            if not chain.next_norms:
-                continue
-            weight, eps = chain.next_norms[rank]
-            second = outputs[rank][1]
-            if (
-                before is not None
-                and chain.same_next_norm(rank, rank - 1)
-                and second.repeats(before[1], start, stop)
-            ):
-                continue
-            if eps is not None and second.wanted:
-                # Anchored on what was returned; where nothing usable was, on what should have been.
-                hidden = first.got
-                anchor = admissible if hidden is None else Admissible.of(hidden[start:stop])
-                second.compare(admit_norm(anchor, weight, eps), start, stop)
+            alike = rank > 0 and values[rank] is values[rank - 1]
+            returned: dict[str, Tensor] = {}
+            for place, output in enumerate(mine):
+                alike = alike and output.repeats(outputs[rank - 1][place], start, stop)
+                if output.wanted and not alike:
+                    output.compare(values[rank].output(output.step, returned), start, stop)
+                # What is computed from it is judged from what was returned; where nothing usable
+                # was, from what should have been.
+                if output.got is not None:
+                    returned[output.step] = output.got[start:stop]
     return Verdict(
-        operation,
+        item.name,
         tuple(output.verdict() for rank in outputs for output in rank if output.reported),
     )
 
@@ -129,9 +121,13 @@ def judge(
 class _Output:
     """One output of one rank while its chunks are judged."""
 
-    def __init__(self, chain: Chain, rank: int, name: str, value: Any, fault: str | None) -> None:
-        self.rank, self.name, self.shape, self.device = rank, name, chain.shape, chain.device
-        self.wanted = name != "normalized" or chain.next_norms[rank][1] is not None
+    def __init__(
+        self, program: Program, rank: int, place: int, value: Any, fault: str | None
+    ) -> None:
+        output, self.step = program.outputs[place]
+        self.rank, self.name, self.needs = rank, output.name, output.needs
+        self.shape, self.device = program.shape, program.device
+        self.wanted = program.wants(output.needs, rank)
         self.structure = fault or self._structure(value)
         self.reported = self.wanted or self.structure is not None
         self.got: Tensor | None = None
@@ -148,9 +144,9 @@ class _Output:
         if not self.wanted:
             if value is None:
                 return None
-            return f"{name} is {_kind(value)}, but next_eps was not given"
-        if value is None and name == "normalized":
-            return f"{name} is None, but next_eps was given"
+            return f"{name} is {_kind(value)}, but {self.needs} was not given"
+        if value is None and self.needs:
+            return f"{name} is None, but {self.needs} was given"
         if not isinstance(value, Tensor):
             return f"{name} is {_kind(value)}, not a tensor"
         if tuple(value.shape) != self.shape:
@@ -224,14 +220,15 @@ class _Output:
         )
 
 
-def _outputs(chain: Chain, rank: int, result: Any) -> list[_Output]:
-    if len(chain.names) == 1:
-        return [_Output(chain, rank, chain.names[0], result, None)]
-    if isinstance(result, (tuple, list)) and len(result) == len(chain.names):
-        pairs = zip(chain.names, result, strict=True)
-        return [_Output(chain, rank, name, value, None) for name, value in pairs]
-    fault = f"the result is {_kind(result)}, not a pair (hidden, normalized)"
-    return [_Output(chain, rank, name, None, fault) for name in chain.names]
+def _outputs(program: Program, rank: int, result: Any) -> list[_Output]:
+    several = len(program.outputs)
+    if several == 1:
+        return [_Output(program, rank, 0, result, None)]
+    if isinstance(result, (tuple, list)) and len(result) == several:
+        return [_Output(program, rank, place, value, None) for place, value in enumerate(result)]
+    names = ", ".join(output.name for output, _ in program.outputs)
+    fault = f"the result is {_kind(result)}, not a pair ({names})"
+    return [_Output(program, rank, place, None, fault) for place in range(several)]
 
 
 def _kind(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 The sum of leaves t_1 .. t_n is evaluated by some binary tree of FP32 additions. A leaf that is a
 product is rounded first, or enters its first addition exactly (FMA). Three bounds, each sound, and
-each looked at only where the one before leaves more than one BF16 value.
+each looked at only where the one before leaves more than one value after the rounding behind it.
 
 1. *Rounding errors add up.* An addition returns its exact sum plus a local error, later additions
    pass that error on as it is, so the result is S plus all local errors. A product's is at most
@@ -28,8 +28,8 @@ each looked at only where the one before leaves more than one BF16 value.
    accumulates in FP64. With 6 to 8 leaves only the first 256 undecided elements of a token are
    followed: random rows have some ten, rows that cancel throughout would take minutes.
 
-Flush-to-zero adds to 1. what may vanish (see ``_unusual_sum`` in ``stages``), and to 3. the hull of
-each subnormal result with zero.
+Flush-to-zero adds to 1. what may vanish (see ``_unusual_sum`` in ``reduction``), and to 3. the hull
+of each subnormal result with zero.
 """
 
 from __future__ import annotations
@@ -47,9 +47,11 @@ from moetail.conformance.judge.rounding import (
     TINY,
     UNIT,
     leading_power,
-    round_bf16,
     round_fp32,
+    round_to,
+    sum_to_odd,
 )
+from moetail.spec.contract import BF16, Rounding
 
 MAX_EXACT = 8
 """The most leaves whose orders are followed one and all: 3^8 steps for an element."""
@@ -89,10 +91,15 @@ def on_common_grid(leaves: Tensor, magnitude: Tensor, bits: int, least: float) -
     return ((leaves + magic) - magic == leaves).all(dim=0)
 
 
-def undecided(lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
-    """Where bound 1 [T, H] leaves more than one BF16 value, and for which of those bound 3 is worth
-    its price. Both depend on the token alone, so on no chunk."""
-    need = round_bf16(lo) != round_bf16(hi)
+def undecided(lo: Tensor, hi: Tensor, to: Rounding) -> tuple[Tensor, Tensor]:
+    """Where bound 1 [T, H] leaves more than one value after the rounding behind the sum, and for
+    which of those bound 3 is worth its price. Both depend on the token alone, so on no chunk."""
+    if to.format == "fp32":  # nearly all differ there: what counts is what is left of them in BF16
+        to = BF16
+    if to != BF16:
+        lo, hi = round_fp32(lo).double(), round_fp32(hi).double()
+    mode = "down" if to.mode == "dither" else to.mode
+    need = round_to(lo, to.format, mode) != round_to(hi, to.format, mode)
     return need, (need.cumsum(dim=-1) <= _DEEP)[need]
 
 
@@ -161,8 +168,8 @@ def _all_orders(
         low = (lo[left] + lo[right]).amin(dim=1)
         high = (hi[left] + hi[right]).amax(dim=1)
         if products:
-            fused_low = _sum_to_odd(lo[rest].double(), leaf_lo[single]).amin(dim=1)
-            fused_high = _sum_to_odd(hi[rest].double(), leaf_hi[single]).amax(dim=1)
+            fused_low = sum_to_odd(lo[rest].double(), leaf_lo[single]).amin(dim=1)
+            fused_high = sum_to_odd(hi[rest].double(), leaf_hi[single]).amax(dim=1)
             if not normal:
                 fused_low, fused_high = flushed(fused_low, fused_high)
             low = torch.minimum(low, round_fp32(fused_low))
@@ -170,16 +177,6 @@ def _all_orders(
         # A subnormal sum of two FP32 numbers is exact.
         lo[subsets], hi[subsets] = (low, high) if normal else flushed(low, high)
     return lo[-1], hi[-1]
-
-
-def _sum_to_odd(accumulator: Tensor, product: Tensor) -> Tensor:
-    """A float64 that rounds into FP32 as the exact sum does: where the float64 sum is inexact, it
-    is moved one step towards the exact sum, so that it is no tie of FP32 unless the sum is one."""
-    total = accumulator + product
-    back = total - accumulator
-    error = (accumulator - (total - back)) + (product - back)
-    towards = torch.copysign(torch.full_like(error, INFINITY), error)
-    return torch.where(error != 0, torch.nextafter(total, towards), total)
 
 
 @lru_cache(maxsize=64)
