@@ -34,7 +34,7 @@ def test_code_that_is_shown_is_in_its_file(block: str) -> None:
 
 def test_the_contracts_hold() -> None:
     code = "\n".join(text for text in blocks("python") if text not in SHOWN)
-    assert code.count("assert ") == 3
+    assert code.count("assert ") == 4
     exec(code, {})
 
 
