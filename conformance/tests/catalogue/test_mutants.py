@@ -196,7 +196,8 @@ def test_examine_ends_with_the_check_that_rejects() -> None:
     assert row.case.startswith(row.operation)
     assert row.exposure is not None
     assert row.exposure > 0.5
-    assert "scale-before-rounding" in row.diagnosis
+    assert row.deviations == ("scale-before-rounding",)
+    assert row.explained == 1.0
 
 
 def test_a_table_counts_what_is_not_right() -> None:

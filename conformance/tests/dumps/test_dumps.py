@@ -321,7 +321,7 @@ def test_a_broken_kernel_is_told_its_rule_and_as_many_elements_as_by_the_judge(
     assert verdict.wrong > 0
     (violation,) = results.violations
     assert violation.rule == "ROUND-2"
-    assert "scale-before-rounding" in violation.diagnosis
+    assert violation.deviations == ("scale-before-rounding",)
     assert f"({verdict.wrong} of {verdict.judged} elements wrong)" in violation.found
     assert violation.repeat.startswith("moetail judge ")
     assert violation.evidence[0]["wrong"] == verdict.wrong

@@ -24,6 +24,7 @@ from moetail.conformance.report.badge import badge_json
 from moetail.conformance.report.page import report_html
 from moetail.conformance.report.picture import png, svg
 from moetail.conformance.report.summary import summary_markdown
+from moetail.conformance.report.wording import diagnosis
 from moetail.conformance.run.evidence import (
     CLASS,
     FIRST_BAND,
@@ -233,7 +234,6 @@ def distributed(results: Results) -> Results:
         judged=7 * 256 * 3,
         elements=7 * 2 * 256 * 3,
         found="rank 0: hidden[6, 0] = 0x3f80 (1.0); admissible: 0x0000 (0.0)",
-        diagnosis="ownership-floor (OWN-1) explains all of 512 wrong elements",
         deviations=("ownership-floor",),
         wrong=512,
         explained=1.0,
@@ -345,6 +345,30 @@ def test_the_page_is_complete_in_itself(page: Element) -> None:
     assert "@media print" in style.text
 
 
+@pytest.mark.parametrize(
+    ("deviations", "wrong", "explained", "said"),
+    [
+        ((), 0, 0.0, ""),
+        ((), 7, 0.0, "no known deviation explains it"),
+        (("ownership-floor",), 1, 1.0, "ownership-floor (OWN-1) explains all of 1 wrong element"),
+        (("truncates",), 4096, 0.75, "truncates (ROUND-3) explains 75% of 4,096 wrong elements"),
+        (
+            ("truncates", "eps-missing"),
+            2,
+            0.5,
+            "truncates (ROUND-3) and eps-missing (ROUND-4) together explain 50% of 2 wrong "
+            "elements",
+        ),
+    ],
+)
+def test_a_diagnosis_is_said_in_a_line(
+    deviations: tuple[str, ...], wrong: int, explained: float, said: str
+) -> None:
+    trial = TrialResult("TAIL", FINALIZE, "x", "test_tail", VIOLATES)
+    made = replace(trial, deviations=deviations, wrong=wrong, explained=explained)
+    assert diagnosis(made) == said
+
+
 def test_the_page_shows_each_violation_whole(page: Element, distributed: Results) -> None:
     sections = list(page.all("section", class_="violation"))
     assert len(sections) == len(distributed.violations) == 2
@@ -352,7 +376,7 @@ def test_the_page_shows_each_violation_whole(page: Element, distributed: Results
         broken = rule(violation.rule)
         for part in (broken.statement, broken.source, broken.breaks, violation.found):
             assert " ".join(part.split()) in section.text
-        for part in (violation.case, violation.repeat, violation.diagnosis):
+        for part in (violation.case, violation.repeat, diagnosis(violation)):
             assert part in section.text
         first = violation.evidence[0]["first"]
         table = next(section.all("table", class_="elements"))

@@ -63,17 +63,6 @@ class Diagnosis:
     def share(self) -> float:
         return self.explained / self.wrong if self.wrong else 0.0
 
-    def describe(self) -> str:
-        """One line: ``scale-before-rounding (ROUND-2) explains 100% of 1,234 wrong elements``."""
-        if not self.deviations:
-            return "no known deviation explains it"
-        named = " and ".join(f"{mutant.id} ({mutant.rule})" for mutant in self.deviations)
-        verb = "explain" if len(self.deviations) > 1 else "explains"
-        together = "together " if len(self.deviations) > 1 else ""
-        share = "all" if self.explained == self.wrong else f"{100 * self.share:.3g}%"
-        elements = "element" if self.wrong == 1 else "elements"
-        return f"{named} {together}{verb} {share} of {self.wrong:,} wrong {elements}"
-
 
 # --- the search -----------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from moetail.conformance.report.picture import COLOURS, svg
 from moetail.conformance.report.terminal import statement
 from moetail.conformance.report.wording import (
     cell_mark,
+    diagnosis,
     extent,
     headline,
     named_deviations,
@@ -134,6 +135,7 @@ def _violation(results: Results, trial: TrialResult) -> dict[str, Any]:
         "statement": statement(trial.rule),
         "rule": known,
         "case": _case(trial),
+        "diagnosis": diagnosis(trial),
         "deviations": named_deviations(trial),
         "outputs": _outputs(trial),
         "larger": larger,

@@ -7,6 +7,7 @@ import re
 from moetail.conformance.report.terminal import statement
 from moetail.conformance.report.wording import (
     cell_mark,
+    diagnosis,
     extent,
     headline,
     named_deviations,
@@ -89,8 +90,8 @@ def _violation(violation: TrialResult) -> list[str]:
         "",
         f"- found: {_text(violation.found)}",
     ]
-    if violation.diagnosis:
-        lines.append(f"- diagnosis: {_text(violation.diagnosis)}")
+    if explanation := diagnosis(violation):
+        lines.append(f"- diagnosis: {_text(explanation)}")
         lines += [
             f"    - {_code(item.id)}: {_text(item.sentence)}"
             for item in named_deviations(violation)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from moetail.conformance.report.wording import (
+    diagnosis,
     named_deviations,
     not_judged_reasons,
     raised_before,
@@ -162,8 +163,8 @@ def violation_text(result: TrialResult, width: int = WIDTH, *, traced_by: str = 
         field("case", result.case),
         field("found", result.found),
     ]
-    if result.diagnosis:
-        lines.append(field("diagnosis", result.diagnosis))
+    if explanation := diagnosis(result):
+        lines.append(field("diagnosis", explanation))
     for deviation in named_deviations(result):
         lines.append(folded(f"{deviation.id}: {deviation.sentence}", width, indent=13))
     lines.append(_command("  repeat:    ", harmless(result.repeat), width))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from moetail.conformance.catalogue import Change, change
+from moetail.conformance.catalogue import MUTANTS, Mutant
 from moetail.conformance.run.results import (
     CONFORMS,
     NOT_DECIDED,
@@ -20,6 +20,7 @@ from moetail.spec.rules import OPERATIONS, RULES, operation
 __all__ = [
     "broken_rules",
     "cell_mark",
+    "diagnosis",
     "extent",
     "headline",
     "named_deviations",
@@ -105,6 +106,20 @@ def raised_before(
             seen.setdefault(place, violation)
 
 
-def named_deviations(trial: TrialResult) -> list[Change]:
-    """The entries of the catalogue that a diagnosis names."""
-    return [change(name) for name in trial.deviations]
+def diagnosis(trial: TrialResult) -> str:
+    """``scale-before-rounding (ROUND-2) explains all of 1,234 wrong elements``, or so; "" where
+    nothing was diagnosed."""
+    if not trial.wrong:
+        return ""
+    if not trial.deviations:
+        return "no known deviation explains it"
+    named = " and ".join(f"{item.id} ({item.rule})" for item in named_deviations(trial))
+    verb = "explains" if len(trial.deviations) == 1 else "together explain"
+    share = "all" if trial.explained == 1.0 else f"{100 * trial.explained:.3g}%"
+    return f"{named} {verb} {share} of {count(trial.wrong, 'wrong element')}"
+
+
+def named_deviations(trial: TrialResult) -> list[Mutant]:
+    """The mutants that a diagnosis names."""
+    known = {item.id: item for item in MUTANTS}
+    return [known[name] for name in trial.deviations]

@@ -45,9 +45,8 @@ class TrialResult:
         elements: the case's size, by which the smallest is found.
         believed: the check's place in the order of belief (see :class:`.check.Phase`).
         found: what was wrong, or why nothing was judged.
-        diagnosis: which known deviation explains it, in a sentence, or "".
-        deviations: ids of the mutants that the diagnosis names.
-        wrong: wrong elements that the diagnosis looked at.
+        deviations: ids of the mutants that explain it, where it was diagnosed and any are known.
+        wrong: wrong elements that the diagnosis looked at; 0 where there was none.
         explained: the share of those that the mutants explain.
         repeat: the command that repeats the trial.
         trace: the implementation's traceback, where it raised.
@@ -67,7 +66,6 @@ class TrialResult:
     seconds: float = 0.0
     believed: tuple[int, int] = (99, 0)
     found: str = ""
-    diagnosis: str = ""
     deviations: tuple[str, ...] = ()
     wrong: int = 0
     explained: float = 0.0
@@ -245,7 +243,7 @@ class Results:
 
 def _shown(fields: dict[str, Any]) -> dict[str, Any]:
     """What a report says of a trial: nothing that is empty."""
-    hidden = ("believed", *(() if fields["diagnosis"] else ("wrong", "explained")))
+    hidden = ("believed", *(() if fields["wrong"] else ("wrong", "explained")))
     return {
         name: value
         for name, value in fields.items()

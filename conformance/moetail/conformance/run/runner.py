@@ -186,7 +186,6 @@ def _diagnosed(violation: Violation) -> tuple[dict[str, Any], str]:
 def diagnosis_fields(diagnosis: Diagnosis) -> dict[str, Any]:
     """What a :class:`TrialResult` keeps of a diagnosis."""
     return {
-        "diagnosis": diagnosis.describe(),
         "deviations": tuple(item.id for item in diagnosis.deviations),
         "wrong": diagnosis.wrong,
         "explained": diagnosis.share,

@@ -38,7 +38,8 @@ class Row:
         first: the rule that the report names first, "" where nothing was found.
         check, operation, case: of the smallest violation of that rule.
         found: what was wrong there.
-        diagnosis: of the violation of that check with most wrong elements; it may name the rule.
+        deviations, explained: ids of the mutants that explain the violation of that check with most
+            wrong elements, and the share of those that they do; they may name the rule.
         exposure: the largest share of judged elements that were wrong in one trial of that check;
             None where the judge did not decide it.
         judged: elements and comparisons that were looked at.
@@ -57,7 +58,8 @@ class Row:
     operation: str = ""
     case: str = ""
     found: str = ""
-    diagnosis: str = ""
+    deviations: tuple[str, ...] = ()
+    explained: float = 0.0
     exposure: float | None = None
     judged: int = 0
     not_judged: int = 0
@@ -136,7 +138,9 @@ def examine(entry: Change, plan: Plan, pool: RankPool | None = None) -> Row:
     exposure: float | None = None
     judged = not_judged = trials = 0
     most = 0
-    first = diagnosis = error = ""
+    first = error = ""
+    deviations: tuple[str, ...] = ()
+    explained = 0.0
     operations = entry.operations
     local = tuple(name for name in operations if not operation(name).distributed)
     if plan.profile == "quick" and local:
@@ -166,7 +170,8 @@ def examine(entry: Change, plan: Plan, pool: RankPool | None = None) -> Row:
             # The one with most wrong elements tells most.
             calls = telling.runs[0].calls
             found = diagnose(telling.operation, calls, telling.verdict, prefer=telling.rule)
-            first, diagnosis = rule_named(telling.rule, found), found.describe()
+            first = rule_named(telling.rule, found)
+            deviations, explained = tuple(item.id for item in found.deviations), found.share
     except Exception as fault:
         error = f"{type(fault).__name__}: {fault}"
     return Row(
@@ -179,7 +184,8 @@ def examine(entry: Change, plan: Plan, pool: RankPool | None = None) -> Row:
         operation=worst.operation if worst else "",
         case=worst.case if worst else "",
         found=worst.found if worst else "",
-        diagnosis=diagnosis,
+        deviations=deviations,
+        explained=explained,
         exposure=exposure,
         judged=judged,
         not_judged=not_judged,
