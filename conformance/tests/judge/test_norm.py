@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetail.conformance.judge import Admissible, affine, inverse_rms, rounded
+from moetail.conformance.judge import Admissible, add, affine, inverse_rms, rounded
+from moetail.spec import Rounding
 
 
 def norm(s, weight, eps):
@@ -324,3 +325,166 @@ def test_intervals_contain_their_points(case, data):
             continue
         assert bool((wide.lo <= inner.lo).all())
         assert bool((inner.hi <= wide.hi).all())
+
+
+# --- what other contracts say of a norm -----------------------------------------------------------
+
+BF16, TO_ZERO, FP16 = Rounding(), Rounding(mode="toward-zero"), Rounding("fp16")
+
+
+def fp32(value):
+    return np.float32(value)
+
+
+def into(exact, values, rounding):
+    if rounding is None:
+        return values
+    made = [min(exact.choices(float(value), rounding)) for value in values]
+    return np.array(made, dtype=np.float32)
+
+
+def inverse_of(exact, source, eps, rng, *, place="inside", squares=None, error=0.0, rounds=None):
+    """The inverse RMS of a row in FP32, one of the ways: squares, some order of their sum, root."""
+    terms = into(exact, source * source, squares)
+    mean = np.float32(0)
+    for term in rng.permutation(terms):
+        mean = mean + term
+    size, eps = fp32(len(source)), fp32(eps)
+    if place == "sum":
+        mean = (mean + eps) / size if rng.random() < 0.5 else mean / size + eps / size
+    else:
+        mean = mean / size + {"inside": eps, "squared": eps * eps}.get(place, fp32(0))
+    root = np.sqrt(mean) + (eps if place == "outside" else fp32(0))
+    inverse = fp32(1) / root * fp32(1 + error)
+    off = fp32(1 + rng.uniform(-0.9, 0.9) * SLACK)  # and as far as the contract permits
+    return into(exact, [inverse * off], rounds)[0]
+
+
+def elements_of(exact, s, inverse, weight, rng, *, gain="w", between=None, narrow=None):
+    if weight is None or gain == "none":
+        return into(exact, s * inverse, between)
+    wide = into(exact, weight, narrow)
+    if gain == "1+w":
+        wide = fp32(1) + wide
+    if between is not None:
+        return into(exact, s * inverse, between) * wide
+    return (s * inverse * wide, s * (inverse * wide), s * wide * inverse)[rng.integers(3)]
+
+
+OPTIONS = [
+    ({"place": "outside"}, {}),
+    ({"place": "sum"}, {}),
+    ({"place": "squared"}, {}),
+    ({"place": "missing"}, {}),
+    ({"squares": BF16}, {}),
+    ({"squares": TO_ZERO}, {"gain": "1+w"}),
+    ({"squares": FP16}, {}),
+    ({"error": 2.0**-12}, {}),
+    ({"error": -(2.0**-13)}, {"between": BF16}),
+    ({"rounds": BF16}, {}),
+    ({"rounds": TO_ZERO, "place": "outside"}, {"gain": "1+w"}),
+    ({}, {"gain": "1+w"}),
+    ({}, {"gain": "none"}),
+    ({}, {"between": BF16}),
+    ({}, {"between": TO_ZERO, "gain": "1+w"}),
+    ({}, {"between": FP16, "gain": "none"}),
+    ({}, {"narrow": FP16}),
+]
+
+
+def norm_by(source, value, eps, weight, inverse_how, how):
+    how = dict(how)
+    if "narrow" in how:
+        how["read_as"] = how.pop("narrow").format
+    inverse_how = dict(inverse_how)
+    rounds = inverse_how.pop("rounds", None)
+    inverse = inverse_rms(source, eps, **inverse_how)
+    if rounds is not None:
+        inverse = inverse.rounded(rounds)
+    return affine(value, inverse, weight, **how)
+
+
+def rows_of(rng, size, spread):
+    s = rng.standard_normal(size) * 2.0 ** rng.integers(-spread, spread + 1)
+    return torch.from_numpy(s).bfloat16().float().numpy()
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("other", ["the same", "squares of others", "unrounded"])
+def test_every_option_of_a_norm_is_admitted_and_little_more(exact, options, other):
+    rng = np.random.default_rng(len(other))
+    inverse_how, how = options
+    wider = 0
+    for trial in range(40):
+        size = int(rng.integers(2, 9))
+        s = rows_of(rng, size, trial % 5)
+        if other == "unrounded":
+            s = fp32(s * (1 + 2.0**-12 * rng.standard_normal(size)))
+        source = s
+        if other == "squares of others":
+            source = fp32(s * (1 + 2.0**-10 * rng.standard_normal(size)))
+        weight = None if trial % 4 == 3 else rows_of(rng, size, 1)
+        eps = (1e-6, 1e-3, 1e-2)[trial % 3]
+        value = Admissible.of(torch.from_numpy(s)[None])
+        squares = value if source is s else Admissible.of(torch.from_numpy(source)[None])
+        wide = None if weight is None else torch.from_numpy(weight).bfloat16()
+        n = rounded(norm_by(squares, value, eps, wide, inverse_how, how))
+        assert n.nan is None
+        assert n.free is None
+        reached = []
+        for _ in range(12):
+            inverse = inverse_of(exact, source, eps, rng, **inverse_how)
+            got = nearest(elements_of(exact, s, inverse, weight, rng, **how)).view(1, -1)
+            assert bool(n.admits(got).all()), (s, weight, eps, got, n.lo, n.hi)
+            reached.append(got.float())
+        low, high = torch.stack(reached).aminmax(dim=0)
+        wider += int(((n.hi.float() - n.lo.float()) > (high - low) + low.abs() * 2.0**-6).sum())
+    assert wider <= 3  # of some two hundred elements: what the draws have missed
+
+
+@pytest.mark.parametrize(
+    ("source", "value", "nan", "free"),
+    [
+        ([math.inf, 1.0], [math.inf, 1.0], [True, False], [False, False]),
+        ([3e38, 1.0], [math.inf, 1.0], [False, False], [True, False]),
+        ([math.inf, 1.0], [3e38, 1.0], [False, False], [False, False]),
+        ([math.nan, 1.0], [2.0, 1.0], [True, True], [False, False]),
+        ([2.0, 1.0], [math.nan, 1.0], [True, False], [False, False]),
+        ([0.0, 0.0], [0.0, 1.0], [True, False], [False, True]),
+    ],
+)
+def test_classes_where_the_squares_are_of_other_values(source, value, nan, free):
+    a, b = (Admissible.of(torch.tensor([row])) for row in (source, value))
+    n = affine(b, inverse_rms(a, 0.0), None)
+    for mask, expected in ((n.nan, nan), (n.free, free)):
+        assert (mask.tolist() if mask is not None else [[False, False]]) == [expected]
+
+
+def test_eps_outside_leaves_a_zero_row_finite():
+    zero = Admissible.of(torch.zeros(1, 4).bfloat16())
+    for place, infinite in (("outside", False), ("sum", False), ("missing", True)):
+        n = affine(zero, inverse_rms(zero, 1e-6, place=place), None)
+        assert (n.nan is not None) == infinite
+        assert n.lo.tolist() == n.hi.tolist() == [[0.0] * 4]
+
+
+def test_an_unrounded_norm_may_enter_a_sum_by_fma():
+    """Each order of the products, rounded or not before the sum, in the rows of one draw."""
+    rng = np.random.default_rng(8)
+    s, weight = rows_of(rng, 512, 0), rows_of(rng, 512, 0)
+    row, w = tensors(s, weight)
+    n = affine(Admissible.of(row), inverse_rms(Admissible.of(row), 1e-6), w)
+    residual = (-(n.lo + n.hi) / 2).float() * fp32(1 + 2.0**-9)
+    total = add(n, Admissible.of(residual))
+    inverse = np.float64(within_contract(s, 1e-6)[0])
+    last = [  # the exact last product of every order
+        np.float64(fp32(s * fp32(inverse))) * weight,
+        s * np.float64(fp32(fp32(inverse) * weight)),
+        np.float64(fp32(s * weight)) * np.float64(fp32(inverse)),
+    ]
+    for product in last:
+        for added in (product, np.float64(fp32(product))):
+            got = torch.from_numpy(added + residual.numpy().astype(np.float64)).float()
+            assert bool(total.admits(got).all())
+    width = (total.hi - total.lo).abs() / residual.abs()
+    assert float(width.max()) < 3 * SLACK
