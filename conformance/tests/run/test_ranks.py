@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import pickle
+import re
 import resource
 import signal
 import subprocess
@@ -308,7 +309,8 @@ def test_output_passes_through(capfd: pytest.CaptureFixture[str]) -> None:
     with RankPool(2, timeout=30.0) as pool:
         pool.run(2, speak, operation="speak")
     out, err = capfd.readouterr()
-    assert sorted(out.splitlines()) == ["rank 0 speaks", "rank 1 speaks"]
+    # Two ranks may write between each other's text and its line's end.
+    assert sorted(re.findall(r"rank \d speaks", out)) == ["rank 0 speaks", "rank 1 speaks"]
     assert "rank 1 complains" in err
 
 
