@@ -227,7 +227,9 @@ def test_a_product_enters_a_sum_rounded_or_by_fma(exact, numbers, side):
     if classes == {True, False}:
         assert total.free is not None
         return
-    assert_hull(total.read(), reached, exactly=total.free is None)
+    # What is rounded to the smallest normal number may have been flushed before.
+    near = any(abs(value) <= 2.0**-126 for value in reached)
+    assert_hull(total.read(), reached, exactly=not near)
 
 
 def test_fma_or_not_makes_two_values():

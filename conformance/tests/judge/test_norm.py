@@ -428,13 +428,16 @@ def test_every_option_of_a_norm_is_admitted_and_little_more(exact, options, othe
         value = Admissible.of(torch.from_numpy(s)[None])
         squares = value if source is s else Admissible.of(torch.from_numpy(source)[None])
         wide = None if weight is None else torch.from_numpy(weight).bfloat16()
-        n = rounded(norm_by(squares, value, eps, wide, inverse_how, how))
+        unrounded = norm_by(squares, value, eps, wide, inverse_how, how)
+        n = rounded(unrounded)
         assert n.nan is None
         assert n.free is None
         reached = []
         for _ in range(12):
             inverse = inverse_of(exact, source, eps, rng, **inverse_how)
-            got = nearest(elements_of(exact, s, inverse, weight, rng, **how)).view(1, -1)
+            made = elements_of(exact, s, inverse, weight, rng, **how)
+            assert bool(unrounded.admits(torch.from_numpy(made)[None]).all())
+            got = nearest(made).view(1, -1)
             assert bool(n.admits(got).all()), (s, weight, eps, got, n.lo, n.hi)
             reached.append(got.float())
         low, high = torch.stack(reached).aminmax(dim=0)
@@ -488,3 +491,14 @@ def test_an_unrounded_norm_may_enter_a_sum_by_fma():
             assert bool(total.admits(got).all())
     width = (total.hi - total.lo).abs() / residual.abs()
     assert float(width.max()) < 3 * SLACK
+
+
+def test_a_rounded_inverse_leaves_room_for_the_products_behind_it():
+    """The inverse is 1 whatever it errs, and rounding errors are all that is left."""
+    s = torch.tensor([[1.0, -1.0, 1.0, -1.0]])
+    inverse = inverse_rms(Admissible.of(s), 0.0).rounded(BF16)
+    assert inverse.bounds(0) == (torch.ones(1, 1), torch.ones(1, 1))
+    for products in (1, 2):
+        lo, hi = (end.item() for end in inverse.bounds(products))
+        assert products * 2.0**-24 <= 1 - lo < 1.01 * products * 2.0**-24
+        assert products * 2.0**-24 <= hi - 1 < 1.01 * products * 2.0**-24

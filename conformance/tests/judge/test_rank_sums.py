@@ -130,3 +130,27 @@ def test_sampled_orders_of_many_ranks(ranks):
             total = total + values[rank].float()
         assert bool(q.admits(total.bfloat16()).all())
     assert (q.lo != q.hi).double().mean() < 0.01
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_parts_in_fp32_may_leave_a_subnormal_sum_that_is_flushed(flush):
+    """Normal numbers with low bits, of more ranks than orders are followed: two of them leave
+    2^-127, which takes the last over a tie of BF16, or is flushed."""
+    unit, left = 2.0**-116, 2.0**-127
+    last = unit * (1 + 2.0**-8) - left / 2
+    values = [unit, left - unit, *[unit, -unit] * 3, last]
+    parts = [Admissible.of(torch.tensor([[value]], dtype=torch.float32)) for value in values]
+    assert [part.lo.item() for part in parts] == values
+    q = rank_sum(parts)
+    expected = torch.tensor(last if flush else last + left).bfloat16()
+    assert bool(q.admits(expected)), q
+    assert unit * (1 - 2.0**-6) <= q.lo.item()
+    assert q.hi.item() <= unit * (1 + 2.0**-6)
+
+
+def test_a_narrow_running_sum_goes_by_the_order_of_ranks():
+    values = [256.0, 1.0, 1.0]  # one by one they are lost in BF16, together they are not
+    for order, expected in ((values, 256.0), (values[::-1], 258.0)):
+        q = rounded(sum_ranks([of(value) for value in order], accumulator="bf16"))
+        assert q.lo.item() == q.hi.item() == expected
+    assert rank_sum([of(value) for value in values]).lo.item() == 258.0

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moetail.conformance.judge import rounded, weighted_sum
+from moetail.conformance.judge import Admissible, add, multiply, rounded, weighted_sum
 from moetail.conformance.judge.rounding import sum_to_odd
+from moetail.spec import Rounding
 
 FP32_OVERFLOW = 2.0**128 - 2.0**103
 
@@ -377,3 +378,82 @@ def test_fma_at_a_tie(exact):
     )
     assert total.float().item() == exact.fma(*pair, 1.0) == 1.0 + 2.0**-23
     assert torch.tensor(1.0 + pair[0] * pair[1], dtype=torch.float64).float().item() == 1.0
+
+
+# --- what other contracts say of the sum ----------------------------------------------------------
+
+
+def routes_of(pairs):
+    rows = torch.tensor([[[x] for _, x in pairs]], dtype=torch.bfloat16)
+    return rows, torch.tensor([[w for w, _ in pairs]])
+
+
+def test_a_single_product_may_enter_a_sum_exactly(exact):
+    """A product that FP32 rounds to a tie of BF16, less that tie: nothing, or what FP32 lost. Of
+    two live routes the same number is a sum, and has been rounded."""
+    x, tie = 205 / 128, 1 + 2.0**-8
+    weight = exact.nearest(Fraction(tie) / Fraction(x), 24)
+    rest = Fraction(weight) * Fraction(x) - Fraction(tie)
+    assert exact.mul(weight, x) == tie
+    assert rest != 0
+    other = Admissible.of(torch.tensor([[-tie]], dtype=torch.float32))
+    rows = torch.tensor([[x], [0.0]], dtype=torch.bfloat16)
+    weights = torch.tensor([[weight, 1.0]])
+    for index, reached in (([0, -1], {0.0, float(rest)}), ([0, 1], {0.0})):
+        a = weighted_sum(rows, weights, torch.tensor([index]))
+        assert a.lo.item() == a.hi.item() == tie
+        total = add(a, other)
+        assert (total.lo.item(), total.hi.item()) == (min(reached), max(reached))
+
+
+def test_a_dead_route_does_not_narrow_the_running_sum():
+    rows = torch.tensor([[1.0], [2.0**-9], [5.0]], dtype=torch.bfloat16)
+    weights = torch.ones(1, 3)
+    for index, expected in (([0, 1, -1], 1 + 2.0**-9), ([0, -1, 1], 1 + 2.0**-9), ([0, 1, 2], 6)):
+        a = weighted_sum(rows, weights, torch.tensor([index]), accumulator="bf16")
+        assert a.lo.item() == a.hi.item() == expected
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, 257.0), (2, 259.0), (4, 261.0)])
+def test_the_running_sum_is_narrowed_after_so_many_routes(every, expected):
+    pairs = [(1.0, 256.0), *[(1.0, 1.0)] * 4]
+    a = weighted_sum(*routes_of(pairs), None, accumulator="bf16", every=every)
+    assert a.lo.item() == a.hi.item() == expected
+
+
+def test_products_are_rounded_before_they_are_added():
+    pairs = [(1 + 2.0**-9, 1.0), (1 + 2.0**-9, 1.0)]
+    rows, weights = routes_of(pairs)
+    for format, expected in (("fp32", 2 + 2.0**-8), ("bf16", 2.0), ("fp16", 2 + 2.0**-8)):
+        a = weighted_sum(rows, weights, None, product=format)
+        assert a.lo.item() <= expected <= a.hi.item() < a.lo.item() + 2.0**-20
+    a = weighted_sum(*routes_of([(60000.0, 2.0), (1.0, 1.0)]), None, product="fp16")
+    assert a.lo.item() == math.inf
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16", "tf32"])
+def test_weights_are_narrowed_first(exact, format):
+    weight = 1 + 2.0**-8 + 2.0**-11 + 2.0**-13
+    a = weighted_sum(*routes_of([(weight, 3.0)]), None, read_as=format)
+    narrow = exact.into(weight, format)
+    assert narrow != weight
+    assert rounded(a, Rounding("fp32")).lo.item() == pytest.approx(3 * narrow, rel=2.0**-22)
+
+
+def test_weights_that_steps_have_made():
+    """A product as a weight is a number; one of uncertain class leaves its token free."""
+    rows, weights = routes_of([(0.3, 2.0), (0.7, -1.0)])
+    made = multiply(Admissible.of(weights), 2.827)
+    scaled = weights * torch.tensor(2.827)
+    a, b = (weighted_sum(rows, w, None) for w in (made, scaled))
+    assert torch.equal(a.lo, b.lo)
+    assert torch.equal(a.hi, b.hi)
+    tiny = weighted_sum(rows, Admissible.of(torch.tensor([[2.0**-130, 1.0]])), None)
+    assert tiny.lo.item() <= -1.0 <= tiny.hi.item()
+    kinds = (torch.tensor([[False, True]]), None), (None, torch.tensor([[False, True]]))
+    nan, free = (Admissible(weights, weights, *kind) for kind in kinds)
+    assert bool(weighted_sum(rows, nan, None).nan)
+    assert bool(weighted_sum(rows, free, None).free)
+    dead = torch.tensor([[0, -1]])
+    assert weighted_sum(rows[0], free, dead).free is None
+    assert bool(weighted_sum(rows, Admissible(weights, weights + 1), None).free)

@@ -88,14 +88,14 @@ def weighted_sum(
         and smallest[0] * smallest[1] >= NO_UNDERFLOW
         and min(*smallest, least(given)) >= TINY
     ):
-        a = Admissible(total - error, total + error)
+        a, single = Admissible(total - error, total + error), Admissible(total, total)
     else:
         read = [_subnormal(part) for part in (x, w.unsqueeze(-1), given.unsqueeze(-1))]
         vanishes = read[0] | read[1] | read[2]
         absent = vanishes | _subnormal(exact)
-        a = _unusual_sum(terms, absent, leaves, exact=fits)
+        a = single = _unusual_sum(terms, absent, leaves, exact=fits)
         vanishes = vanishes if fused else absent
-    alone = _alone(a, leaves) if fused else None
+    alone = _alone(single, leaves) if fused else None
     need, deep = undecided(a.lo, a.hi, to)
     if not bool(need.any()):
         return replace(a, product=alone)
@@ -223,7 +223,7 @@ def _in_order(
 
 
 def _alone(a: Admissible, leaves: Tensor | int) -> Product | None:
-    """The exact product, where a token has one live route; bound 1 holds it."""
+    """The exact product, or bounds on it, where a token has one live route."""
     if isinstance(leaves, int):
         return Product(a.lo, a.hi) if leaves == 1 else None
     where = some(leaves == 1)
